@@ -1,0 +1,160 @@
+"""Flags to config, config to a command, errors to one line.
+
+torch is imported only once a command really runs: help, versions and every mistake that needs no process answer at once.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from minimind_tron import __version__
+from minimind_tron.config import RunConfig, TrainConfig, ValidateConfig, fields_of, flag, from_toml, nearest
+from minimind_tron.errors import TronError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that runs on ranks: what it is told, and the module whose ``run(config, world)`` does it."""
+
+    config: type[RunConfig]
+    summary: str
+
+    @property
+    def module(self) -> str:
+        """Where ``run`` is."""
+        return f"minimind_tron.commands.{self.config.__name__.removesuffix('Config').lower()}"
+
+
+COMMANDS = {
+    "train": Command(TrainConfig, "train on text over any mesh, and export the model"),
+    "validate": Command(ValidateConfig, "prove the parallel model equal to the dense one"),
+}
+USAGE = f"""usage: minimind-tron COMMAND [flags]      (the same as python -m minimind_tron)
+
+MiniMind {__version__}, a Qwen3-shaped language model, trained with n-D parallelism that is proven equal to the dense model.
+
+commands:
+{"".join(f"  {name:<10} {command.summary}{chr(10)}" for name, command in COMMANDS.items())}\
+  {"env":<10} print versions, device and backend, for a bug report
+
+  --help     this text; minimind-tron COMMAND --help lists the flags of a command
+  --version  the version
+"""
+
+
+def _one_line(boxed: str) -> str:
+    """The first paragraph of tyro's framed message, without the frame."""
+    words = []
+    for line in boxed.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯ ")
+        if set(text) <= {"─"}:
+            break
+        words.append(text)
+    return " ".join(words)
+
+
+def _unknown(argument: str, config: type[RunConfig]) -> TronError:
+    name = argument.lstrip("-").split("=")[0]
+    known = {flag(field): field for field in fields_of(config)} | {"--tp": "tp_size", "--config": "config"}
+    hint = nearest(name, [spelled.lstrip("-").replace("-", "_") for spelled in known])
+    if hint:
+        guess = hint.removeprefix("did you mean ").removesuffix("?")
+        hint = f"did you mean {flag(guess)}?"
+    return TronError(f"{argument} is not a known flag", hint or "see --help")
+
+
+def parse(command: str, arguments: list[str]) -> RunConfig:
+    """The config that flags and ``--config`` file describe; flags win.
+
+    Raises: TronError for unknown flags, values of the wrong type and everything the config checks. SystemExit after --help.
+    """
+    import tyro
+
+    kind = COMMANDS[command].config
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", type=Path)
+    try:
+        file, rest = first.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise TronError(f"--config: {error.message}", "give the path of a TOML file") from None
+    defaults = from_toml(kind, file.config) if file.config else None
+    caught = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(caught):
+            config, unknown = tyro.cli(
+                kind,
+                prog=f"minimind-tron {command}",
+                description=f"{kind.__doc__}\n\n--config FILE takes the same keys as TOML; flags win.",
+                args=rest,
+                default=defaults,
+                return_unknown_args=True,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise TronError(_one_line(caught.getvalue()), f"see minimind-tron {command} --help") from None
+    if unknown:
+        raise _unknown(unknown[0], kind)
+    return config
+
+
+def _env() -> int:
+    from minimind_tron.runtime import environment_report
+
+    report = environment_report()
+    for name, value in report:
+        print(f"{name:<{max(len(name) for name, _ in report)}}  {value}")
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; returns the exit code.
+
+    Raises: TronError for a mistake of the user.
+    """
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if name == "--version":
+        print(f"minimind-tron {__version__}")
+        return 0
+    if name == "env" and not rest:
+        return _env()
+    if name not in COMMANDS:
+        what = f"{rest[0]} was given to env, which takes nothing" if name == "env" else f"{name} is not a command"
+        raise TronError(what, nearest(name, COMMANDS) or f"use one of {', '.join([*COMMANDS, 'env'])}")
+    return _run_on_ranks(name, parse(name, rest), arguments)
+
+
+def _run_on_ranks(name: str, config: RunConfig, arguments: list[str]) -> int:
+    from minimind_tron import runtime
+
+    ranks = config.mesh.world_size
+    if runtime.launched():
+        config.mesh.check_world(runtime.launched_world_size() or 1)
+    else:
+        config.check_before_start()
+        if ranks > 1:
+            return runtime.launch(arguments, ranks, device=config.device)
+    with runtime.session(device=config.device) as world:
+        return importlib.import_module(COMMANDS[name].module).run(config, world).exit_code
+
+
+def main() -> NoReturn:
+    """The console script. Exit codes: 0, 1 for a failed validation or run, 2 for a mistake of the user."""
+    from minimind_tron import runtime
+
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0
+    except BaseException as error:
+        code = runtime.report(error)
+    runtime.leave(code)

@@ -1,0 +1,260 @@
+"""Every word that ranks say to each other, each op beside its conjugate, and the ledger that counts them.
+
+An axis of size 1 is the identity, decided here and nowhere else. Collectives return new tensors; they never write into a tensor
+they were given. Reductions run in the tensor's own dtype.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from minimind_tron.layout import Layout, live
+from minimind_tron.mesh import Axis, Mesh
+
+# torch 2.13 renamed the flat collectives; 2.11 and 2.12 know the old names only.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Entry:
+    """One collective of one rank: bytes are those a rank sends in a ring, times are of ``time.perf_counter``."""
+
+    axis: str
+    kind: str
+    sent_bytes: int
+    backward: bool
+    start_s: float
+    end_s: float = 0.0
+
+
+_ledger: list[Entry] | None = None
+
+
+@contextmanager
+def ledger() -> Iterator[list[Entry]]:
+    """Record every collective of this process while the context is open.
+
+    Raises: AssertionError when one is open already.
+    """
+    global _ledger
+    assert _ledger is None, "a ledger is open already"
+    entries: list[Entry] = []
+    _ledger = entries
+    try:
+        yield entries
+    finally:
+        _ledger = None
+
+
+def _book(axis: Axis, kind: str, sent_bytes: float) -> Entry | None:
+    if _ledger is None:
+        return None
+    in_backward = torch._C._current_graph_task_id() != -1
+    entry = Entry(axis.name, kind, int(sent_bytes), in_backward, time.perf_counter())
+    _ledger.append(entry)
+    return entry
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Pending:
+    """A collective under way; ``wait`` gives its result."""
+
+    def __init__(
+        self, finish: Callable[[], Tensor], work: Any = None, entry: Entry | None = None, keep: tuple[Tensor, ...] = ()
+    ) -> None:
+        self._finish, self._work, self._entry = finish, work, entry
+        # The backend reads these until the work is done.
+        self._keep = keep
+
+    def wait(self) -> Tensor:
+        """The result, once it is here."""
+        if self._work is not None:
+            self._work.wait()
+        if self._entry is not None:
+            self._entry.end_s = time.perf_counter()
+        self._keep = ()
+        return self._finish()
+
+
+def _wire(x: Tensor, axis: Axis) -> Tensor:
+    """The tensor as the backend takes it: contiguous, and on the CPU when ranks share a GPU through gloo."""
+    if x.is_cuda and dist.get_backend(axis.group) == "gloo":
+        return x.contiguous().cpu()
+    return x.contiguous()
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Begin an all-reduce.
+
+    Shapes: any; the result has the same. Cost: a rank sends 2 (n-1)/n of the tensor.
+    """
+    if axis.size == 1:
+        return Pending(lambda: x)
+    sent = _wire(x, axis)
+    buffer = sent.clone() if sent.data_ptr() == x.data_ptr() else sent
+    entry = _book(axis, "all_reduce", 2 * (axis.size - 1) / axis.size * _bytes(buffer))
+    work = dist.all_reduce(buffer, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], axis.group, async_op=True)
+    return Pending(lambda: buffer.to(x.device), work, entry)
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (or maximum) over the axis, on every rank."""
+    return start_all_reduce(x, axis, op).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Begin an all-gather along dim 0.
+
+    Shapes: [a, ...] -> [n * a, ...]. Cost: a rank sends n-1 times its shard.
+    """
+    if axis.size == 1:
+        return Pending(lambda: x)
+    sent = _wire(x, axis)
+    whole = sent.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    entry = _book(axis, "all_gather", (axis.size - 1) * _bytes(sent))
+    work = _gather_flat(whole, sent, group=axis.group, async_op=True)
+    return Pending(lambda: whole.to(x.device), work, entry, (sent,))
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """The shards of all ranks, concatenated along dim 0."""
+    return start_all_gather(x, axis).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin a reduce-scatter along dim 0.
+
+    Shapes: [n * a, ...] -> [a, ...]. Cost: a rank sends (n-1)/n of the tensor.
+    """
+    if axis.size == 1:
+        return Pending(lambda: x)
+    assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {axis.size}"
+    sent = _wire(x, axis)
+    shard = sent.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    entry = _book(axis, "reduce_scatter", (axis.size - 1) / axis.size * _bytes(sent))
+    work = _scatter_flat(shard, sent, group=axis.group, async_op=True)
+    return Pending(lambda: shard.to(x.device), work, entry, (sent,))
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's shard, along dim 0, of the sum over the axis."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def shard(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's equal part of dim 0, as a view; nothing is sent."""
+    return x.chunk(axis.size)[axis.rank]
+
+
+def gather_copies(local: Tensor, axis: Axis) -> list[Tensor]:
+    """The tensors of all ranks of an axis, in coordinate order."""
+    return list(all_gather(local.unsqueeze(0), axis).unbind(0))
+
+
+def gather_whole(local: Tensor, layout: Layout) -> Tensor:
+    """The whole, unpadded tensor that a rank's local tensor is a part of, on every rank of the cut axis.
+
+    Shapes: layout.local_shape -> layout.shape. Cost: a rank sends n-1 times its local tensor.
+    """
+    return layout.join(gather_copies(local, layout.cut.axis) if layout.cut else [local])
+
+
+def share(thing: Any, mesh: Mesh) -> Any:
+    """What global rank 0 has, on every rank: along one axis after the other, so that no group of all ranks is needed.
+
+    Cost: a broadcast of the pickled object per axis; for reports and decisions, not for tensors of a model.
+    """
+    for axis in live(mesh.dp, mesh.pp, mesh.cp, mesh.tp):
+        box = [thing]
+        dist.broadcast_object_list(box, axis.ranks[0], axis.group)
+        thing = box[0]
+    return thing
+
+
+def sum_over(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    """The sum over several axes, one after the other."""
+    for axis in live(*axes):
+        x = all_reduce(x, axis)
+    return x
+
+
+class CopyIn(Function):
+    """Replicated -> one copy for each rank's part of the work: identity; backward all-reduce, since each rank knows a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dy, ctx.axis), None
+
+
+class SumOut(Function):
+    """Partial sums -> replicated: all-reduce; backward identity, since every rank's part counts once in the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class GatherIn(Function):
+    """Shards of dim 0 -> whole: all-gather; backward reduce-scatter, since each rank knows a part of the whole's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis).view_as(x) if axis.size == 1 else all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.axis), None
+
+
+class ScatterOut(Function):
+    """Partial sums -> shards of dim 0: reduce-scatter; backward all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis).view_as(x) if axis.size == 1 else reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy, ctx.axis), None
+
+
+def copy_in(x: Tensor, axis: Axis) -> Tensor:
+    """Identity; backward all-reduce."""
+    return CopyIn.apply(x, axis)
+
+
+def sum_out(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduce; backward identity."""
+    return SumOut.apply(x, axis)
+
+
+def gather_in(x: Tensor, axis: Axis) -> Tensor:
+    """All-gather along dim 0; backward reduce-scatter."""
+    return GatherIn.apply(x, axis)
+
+
+def scatter_out(x: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatter along dim 0; backward all-gather."""
+    return ScatterOut.apply(x, axis)

@@ -1,0 +1,229 @@
+"""validate: is the parallel model the dense model?"""
+
+import json
+import math
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from minimind_tron.collectives import gather_copies, gather_whole, share
+from minimind_tron.config import MeshConfig, StrategyConfig, ValidateConfig, flatten
+from minimind_tron.interop import load_weights, read_config
+from minimind_tron.judge import Finding, Judge, Plan, Report, Run, record
+from minimind_tron.layout import initialise, layout_of
+from minimind_tron.mesh import Mesh, build_mesh
+from minimind_tron.model import Model
+from minimind_tron.optim import build_adamw, global_norm
+from minimind_tron.oracle import DenseSubject, build_qwen3, load_qwen3
+from minimind_tron.parallel.vocab import IGNORED
+from minimind_tron.runtime import World, all_cores, say
+from minimind_tron.step import compute_gradients, evaluate, microbatches, train_step
+from minimind_tron.tokens import Batch
+
+# Ones in norms and zeros in biases would hide what is done to them.
+SPREAD = 0.1
+# The loss is one number, and one number's rounding error may be small by luck.
+NOISE_LOSS_BATCHES = 16
+_IGNORED_SHARES = (0.1, 0.8, 0.0, 0.5)
+
+
+def synthetic_batch(step: int, samples: int, seq_len: int, vocab_size: int, seed: int) -> Batch:
+    """Random ids; labels are the next ids, with -100 at very uneven shares from sample to sample.
+
+    The last label always counts: a batch with no label beyond position 0 has no gradient for q and k, and AdamW would then
+    compare noise with noise.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    stream = torch.randint(0, vocab_size, (samples, seq_len + 1), generator=generator)
+    labels = stream[:, 1:].clone()
+    shares = torch.tensor([_IGNORED_SHARES[(step + i) % len(_IGNORED_SHARES)] for i in range(samples)])
+    labels[torch.rand(labels.shape, generator=generator) < shares[:, None]] = IGNORED
+    labels[:, -1] = stream[:, -1]
+    return Batch(stream[:, :-1].clone(), labels)
+
+
+class ParallelSubject:
+    """Our model on its mesh, through the same functions as training; what it shows is gathered whole on every rank."""
+
+    def __init__(self, model: Model, config: ValidateConfig) -> None:
+        self.model, self.micro_batch_size = model, config.batch.micro_batch_size
+        self.adamw, self.clip_norm = build_adamw(model, config.optimizer), config.optimizer.clip_norm
+
+    def logits(self, batch: Batch) -> Tensor:
+        parts = microbatches(batch, self.micro_batch_size, self.model)
+        return torch.cat([self.model.logits(ids_SB).transpose(0, 1).cpu() for ids_SB, _ in parts])
+
+    def loss(self, batch: Batch) -> float:
+        return evaluate(self.model, [batch], self.micro_batch_size)
+
+    def gradients(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
+        compute_gradients(self.model, batch, self.micro_batch_size)
+        norm = float(global_norm(self.model.parameters(), self.model.mesh))
+        named = self.model.named_parameters()
+        return {name: self._whole(w.grad, w) for name, w in named if w.grad is not None}, norm
+
+    def step(self, batch: Batch) -> None:
+        train_step(self.model, self.adamw, batch, self.micro_batch_size, self.clip_norm)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: self._whole(w.detach(), w) for name, w in self.model.named_parameters()}
+
+    @staticmethod
+    def _whole(local: Tensor, weight: Tensor) -> Tensor:
+        return gather_whole(local, layout_of(weight)).cpu()
+
+
+def differing_copies(model: Model) -> list[str]:
+    """The parameters of which two ranks hold copies that are not bit-equal.
+
+    Cost: one all-gather over tp of every parameter.
+    """
+    differ = []
+    for name, weight in model.named_parameters():
+        cut, tp = layout_of(weight).cut, model.mesh.tp
+        parts = cut.parts if cut else 1
+        copies = gather_copies(weight.detach(), tp)
+        firsts = [copies[rank * parts // tp.size * tp.size // parts] for rank in range(tp.size)]
+        if not all(torch.equal(copy, first) for copy, first in zip(copies, firsts, strict=True)):
+            differ.append(name)
+    return differ
+
+
+def batch_of(config: ValidateConfig, step: int) -> Batch:
+    """The synthetic batch of a step."""
+    batch = config.batch
+    return synthetic_batch(step, batch.samples, batch.seq_len, config.model.vocab_size, config.seed)
+
+
+def plan_of(config: ValidateConfig) -> Plan:
+    """What both sides of a validation record."""
+    batches = 1 if config.dtype == "float64" else NOISE_LOSS_BATCHES
+    steps = config.optimizer_steps if config.check_backward else 0
+    return Plan(steps, config.log_interval, config.check_backward, batches)
+
+
+def _look(who: str, interval: int, what: str) -> None:
+    step = what.removeprefix("step ").split("/")[0]
+    if not step.isdigit() or int(step) % interval == 0:
+        say(f"  {who}: {what}")
+
+
+@lru_cache(maxsize=8)
+def _dense_run(config: ValidateConfig, dtype: str, device: torch.device) -> Run:
+    """What transformers' model shows; cached, since many topologies are judged by one oracle.
+
+    ``config`` has no mesh and no strategy in it, so that the cache finds it again.
+    """
+    qwen3 = build_qwen3(config.model, getattr(torch, dtype), device)
+    if config.weights:
+        load_qwen3(qwen3, config.weights)
+    else:
+        drawn = Model(config.model)
+        initialise(drawn, config.seed, SPREAD)
+        qwen3.load_state_dict(drawn.state_dict(), strict=False)
+    subject = DenseSubject(qwen3, config.optimizer, config.batch.micro_batch_size)
+    look = partial(_look, f"transformers in {dtype}", config.log_interval)
+    return record(subject, partial(batch_of, config), plan_of(config), look)
+
+
+def parallel_run(config: ValidateConfig, mesh: Mesh, device: torch.device) -> tuple[Run, list[str]]:
+    """What our model shows on a mesh, and the names of parameters whose copies came apart."""
+    model = Model(config.model, mesh, config.strategy, dtype=getattr(torch, config.dtype), device=device)
+    if config.weights:
+        load_weights(model, config.weights)
+    else:
+        initialise(model, config.seed, SPREAD)
+    look = partial(_look, f"minimind-tron in {config.dtype}", config.log_interval)
+    run = record(ParallelSubject(model, config), partial(batch_of, config), plan_of(config), look)
+    return run, differing_copies(model)
+
+
+def validate(config: ValidateConfig, mesh: Mesh, device: torch.device) -> Report:
+    """Run both sides and judge them; every rank gets the report.
+
+    Cost: rank 0 runs the dense model in float64, and in the chosen dtype if that is another, while the others wait.
+    """
+    ours, copies_differ = parallel_run(config, mesh, device)
+    report = None
+    if mesh.rank == 0:
+        bare = {"mesh": MeshConfig(), "strategy": StrategyConfig(), "json_file": None, "atol": None, "rtol": None}
+        reference = config.model_copy(update=bare)
+        with all_cores():
+            oracle = _dense_run(reference, "float64", device)
+            dense = _dense_run(reference, config.dtype, device)
+        report = Judge(oracle, dense, ours, getattr(torch, config.dtype), config.atol, config.rtol).report(copies_differ)
+    return share(report, mesh)
+
+
+def _line(finding: Finding) -> str:
+    floor = "" if finding.ratio is None else f"{finding.floor:11.2e}{finding.ratio:8.2f}"
+    mark = "" if finding.passed else "   <-- FAIL"
+    return f"  {finding.name:<52}{finding.mean:11.2e}{finding.largest:11.2e}{finding.error:11.2e}{floor}{mark}"
+
+
+_SECTIONS = {
+    "logits": "forward",
+    "gradient": "gradients, whole and raw",
+    "trained logits": "logits of batch 0 under AdamW",
+    "parameter": "parameters after the last step",
+}
+
+
+def show(report: Report) -> None:
+    """Print every finding, then the verdict with the rule that decided."""
+    floor = "" if report.rule != "noise floor" else f"{'dense':>11}{'ratio':>8}"
+    section = None
+    for finding in report.findings:
+        if finding.kind in _SECTIONS and _SECTIONS[finding.kind] != section:
+            section = _SECTIONS[finding.kind]
+            say(f"{section:<54}{'mean |a-b|':>11}{'max |a-b|':>11}{'relative':>11}{floor}")
+        say(_line(finding))
+    for name in report.copies_differ:
+        say(f"  copies of {name} differ between ranks   <-- FAIL")
+    say(verdict(report))
+
+
+def verdict(report: Report) -> str:
+    """PASS or FAIL, the rule, and the finding nearest to its limit or first beyond it."""
+    if report.passed:
+        return f"PASS  {report.rule}: nearest to its limit is {_against_limit(report.worst)}"
+    failed = [finding for finding in report.findings if not finding.passed]
+    first = _against_limit(failed[0]) if failed else f"copies of {report.copies_differ[0]} differ between ranks"
+    count = len(failed) + len(report.copies_differ)
+    worst = f", worst {_against_limit(report.worst)}" if len(failed) > 1 else ""
+    return f"FAIL  {report.rule}: {count} of {len(report.findings)} checks, first {first}{worst}"
+
+
+def _against_limit(finding: Finding) -> str:
+    if finding.ratio is not None:
+        return f"{finding.name}, {finding.ratio:.2f} times the noise floor {finding.floor:.2e} (limit {finding.limit})"
+    if finding.kind == "parameter" and math.isinf(finding.error):
+        return f"{finding.name}, missing"
+    return f"{finding.name}, {finding.error:.2e} (limit {finding.limit:.2e})"
+
+
+def resolve(config: ValidateConfig) -> ValidateConfig:
+    """The config with the architecture of the weights folder, where one is given; needs no process.
+
+    Raises: TronError for a folder that is no Qwen3 model, or one the mesh cannot cut.
+    """
+    if config.weights is None or not config.weights.is_dir():
+        return config
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    return ValidateConfig(**{**values, "model": read_config(config.weights)})
+
+
+def run(config: ValidateConfig, world: World) -> Report:
+    """Validate, print, and write the report."""
+    config = resolve(config)
+    mesh = build_mesh(config.mesh, world.rank, world.size)
+    degrees = " x ".join(f"{name} {size}" for name, size in config.mesh.degrees.items())
+    switches = [name.replace("_", " ") for name, value in config.strategy if value is True and name != "sp_recompute"]
+    say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
+    say(f"mesh {degrees}; {', '.join(switches) or 'no other switch'}")
+    report = validate(config, mesh, world.device)
+    show(report)
+    if config.json_file and mesh.rank == 0:
+        config.json_file.write_text(json.dumps({"config": flatten(config), **report.as_dict()}, indent=1) + "\n")
+    return report

@@ -1,0 +1,241 @@
+"""How a difference is judged: what a run shows, how far two runs are apart, and how far they may be.
+
+Per tensor, never per element; norms of differences are taken in float64; a NaN or a missing tensor fails.
+
+- *exact* (float64): every error at most 1e-10.
+- *noise floor* (float32, bfloat16): the parallel run's error against the float64 oracle, over the error that a dense run in the
+  same dtype has against it (at least the dtype's eps); the ratio has a limit by kind of quantity.
+- *tolerance* (``--atol``, ``--rtol``): the largest |a - b| of a tensor at most atol + rtol * the largest |b|.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from minimind_tron.tokens import Batch
+
+EXACT = 1e-10
+GRADIENT_FLOOR = 1e-3
+Rule = Literal["exact", "noise floor", "tolerance"]
+Kind = Literal["logits", "loss", "gradient", "gradients", "norm", "trained logits", "parameter", "parameters"]
+# A ratio to the noise floor above these is no longer rounding. Correct code was seen at 1.1, 1.1, 1.4 and 3.2.
+RATIO_LIMITS: dict[Kind, float] = {
+    "logits": 1.5,
+    "gradients": 1.5,
+    "loss": 2.0,
+    "parameters": 2.0,
+    "trained logits": 2.0,
+    "norm": 5.0,
+    "gradient": 5.0,
+    "parameter": 5.0,
+}
+
+
+class Subject(Protocol):
+    """Something that can be trained step by step and looked at; every tensor it shows is whole and on the CPU."""
+
+    def logits(self, batch: Batch) -> Tensor: ...
+    def loss(self, batch: Batch) -> float: ...
+    def gradients(self, batch: Batch) -> tuple[dict[str, Tensor], float]: ...
+    def step(self, batch: Batch) -> None: ...
+    def parameters(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is recorded of a run: losses of some batches before the first step, logits of batch 0 every ``interval`` steps."""
+
+    steps: int
+    interval: int
+    backward: bool
+    loss_batches: int
+
+    @property
+    def looks(self) -> set[int]:
+        """After which numbers of optimizer steps the logits are recorded."""
+        return {self.steps, *range(self.interval, self.steps + 1, self.interval)}
+
+
+@dataclass
+class Run:
+    """What a run showed; names of tensors are Hugging Face's, tied weights once."""
+
+    losses: list[float] = field(default_factory=list)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradient_norm: float = 0.0
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def record(subject: Subject, batch_at: Callable[[int], Batch], plan: Plan, look: Callable[[str], None]) -> Run:
+    """Take a subject through the plan; ``look`` is told what is being done."""
+    run, first = Run(), batch_at(0)
+    look("forward")
+    run.logits[0] = subject.logits(first)
+    run.losses = [subject.loss(batch_at(i)) for i in range(plan.loss_batches)]
+    if not plan.backward:
+        return run
+    look("backward")
+    gradients, run.gradient_norm = subject.gradients(first)
+    run.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    for step in range(plan.steps):
+        look(f"step {step + 1}/{plan.steps}")
+        subject.step(batch_at(step))
+        if step + 1 in plan.looks:
+            run.logits[step + 1] = subject.logits(first)
+    run.parameters = {name: weight.clone() for name, weight in subject.parameters().items()}
+    return run
+
+
+def _norm(x: Tensor) -> float:
+    return float(x.double().norm())
+
+
+def relative(difference: float, size: float) -> float:
+    """A difference over the size of what it should be; nothing over nothing is 0."""
+    if difference == 0:
+        return 0.0
+    return difference / size if size else math.inf
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One compared quantity: mean and largest absolute difference, relative error, and what it was allowed."""
+
+    kind: Kind
+    name: str
+    mean: float
+    largest: float
+    error: float
+    floor: float | None
+    ratio: float | None
+    limit: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a validation found, and the rule that decided."""
+
+    rule: Rule
+    findings: list[Finding]
+    copies_differ: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every finding is within its limit and all copies of replicated weights are bit-equal."""
+        return bool(self.findings) and all(finding.passed for finding in self.findings) and not self.copies_differ
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a pass, 1 for a failure."""
+        return 0 if self.passed else 1
+
+    @property
+    def worst(self) -> Finding:
+        """The finding nearest to, or furthest beyond, its limit."""
+
+        def badness(finding: Finding) -> float:
+            value = finding.error if finding.ratio is None else finding.ratio
+            return math.inf if math.isnan(value) else value / finding.limit if finding.limit else math.inf
+
+        failed = [finding for finding in self.findings if not finding.passed]
+        return max(failed or self.findings, key=badness)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return {
+            "passed": self.passed,
+            "rule": self.rule,
+            "copies_differ": self.copies_differ,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+class Judge:
+    """Compares a parallel run with the oracle, and both with the dense run in the same dtype."""
+
+    def __init__(self, oracle: Run, dense: Run, parallel: Run, dtype: torch.dtype, atol: float | None, rtol: float | None) -> None:
+        self.oracle, self.dense, self.parallel = oracle, dense, parallel
+        self.eps, self.atol, self.rtol = torch.finfo(dtype).eps, atol, rtol
+        self.findings: list[Finding] = []
+        self.rule: Rule = "exact" if dtype == torch.float64 else "noise floor"
+        if atol is not None or rtol is not None:
+            self.rule = "tolerance"
+
+    def _add(self, kind: Kind, name: str, mean: float, largest: float, size: float, error: float, floor: float) -> None:
+        if self.rule == "exact":
+            limit, ratio, passed = EXACT, None, error <= EXACT
+        elif self.rule == "tolerance":
+            limit = (self.atol or 0.0) + (self.rtol or 0.0) * size
+            ratio, passed = None, largest <= limit
+        else:
+            limit, ratio = RATIO_LIMITS[kind], error / max(floor, self.eps)
+            passed = ratio <= limit
+        shown = None if self.rule == "exact" else floor
+        self.findings.append(Finding(kind, name, mean, largest, error, shown, ratio, limit, passed))
+
+    def number(self, kind: Kind, name: str, ours: list[float], dense: list[float], oracle: list[float]) -> None:
+        """Compare numbers by the root mean square of their relative errors."""
+
+        def rms(values: list[float]) -> float:
+            squares = [relative(abs(a - b), abs(b)) ** 2 for a, b in zip(values, oracle, strict=True)]
+            return math.sqrt(sum(squares) / len(squares))
+
+        apart = [abs(a - b) for a, b in zip(ours, oracle, strict=True)]
+        size = max(abs(b) for b in oracle)
+        self._add(kind, name, sum(apart) / len(apart), max(apart), size, rms(ours), rms(dense))
+
+    def tensor(self, kind: Kind, name: str, ours: Tensor | None, dense: Tensor, oracle: Tensor, least_size: float = 0.0) -> None:
+        """Compare tensors by the L2 norm of their difference over the oracle's norm, or over ``least_size`` if that is more."""
+        if ours is None or ours.shape != oracle.shape:
+            self._add(kind, name, math.inf, math.inf, 0.0, math.inf, 0.0)
+            return
+        oracle64 = oracle.double()
+        apart = (ours.double() - oracle64).abs()
+        size = max(_norm(oracle64), least_size)
+        floor = relative(_norm(dense.double() - oracle64), size)
+        error, largest = relative(_norm(apart), size), float(apart.max())
+        self._add(kind, name, float(apart.mean()), largest, float(oracle64.abs().max()), error, floor)
+
+    def _together(
+        self, kind: Kind, name: str, ours: dict[str, Tensor], dense: dict[str, Tensor], oracle: dict[str, Tensor]
+    ) -> None:
+        """Compare many tensors as one vector, without making it."""
+
+        def distance(tensors: dict[str, Tensor]) -> float:
+            return math.sqrt(sum(_norm(tensors[n].double() - oracle[n].double()) ** 2 for n in oracle))
+
+        if any(n not in ours or ours[n].shape != oracle[n].shape for n in oracle):
+            self._add(kind, name, math.inf, math.inf, 0.0, math.inf, 0.0)
+            return
+        size = math.sqrt(sum(_norm(tensor) ** 2 for tensor in oracle.values()))
+        count = sum(tensor.numel() for tensor in oracle.values())
+        apart = [(ours[n].double() - oracle[n].double()).abs() for n in oracle]
+        mean, largest = sum(float(a.sum()) for a in apart) / count, max(float(a.max()) for a in apart)
+        biggest = max(float(tensor.abs().max()) for tensor in oracle.values())
+        self._add(kind, name, mean, largest, biggest, relative(distance(ours), size), relative(distance(dense), size))
+
+    def report(self, copies_differ: list[str]) -> Report:
+        """Compare everything the oracle recorded, in the order it was recorded."""
+        ours, dense, oracle = self.parallel, self.dense, self.oracle
+        self.tensor("logits", "logits", ours.logits[0], dense.logits[0], oracle.logits[0])
+        self.number("loss", "loss", ours.losses, dense.losses, oracle.losses)
+        if oracle.gradients:
+            least = GRADIENT_FLOOR * oracle.gradient_norm
+            for name, gradient in oracle.gradients.items():
+                self.tensor("gradient", name, ours.gradients.get(name), dense.gradients[name], gradient, least)
+            self._together("gradients", "all gradients", ours.gradients, dense.gradients, oracle.gradients)
+            self.number("norm", "gradient norm", [ours.gradient_norm], [dense.gradient_norm], [oracle.gradient_norm])
+        for step in sorted(oracle.logits)[1:]:
+            name = f"logits after step {step}"
+            self.tensor("trained logits", name, ours.logits.get(step), dense.logits[step], oracle.logits[step])
+        if len(oracle.logits) > 1:
+            for name, weight in oracle.parameters.items():
+                self.tensor("parameter", name, ours.parameters.get(name), dense.parameters[name], weight)
+            self._together("parameters", "all parameters", ours.parameters, dense.parameters, oracle.parameters)
+        return Report(self.rule, self.findings, copies_differ)

@@ -1,0 +1,96 @@
+"""Who a rank is: a named grid of ranks, given as an argument and never asked of the world."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from minimind_tron.config import MeshConfig, divisors
+
+AXES = ("dp", "pp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh as this rank sees it; size 1 is the identity and needs no process group.
+
+    ``rank`` is the coordinate along the axis, ``ranks`` the global ranks of the line through this rank, in coordinate order.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: "dist.ProcessGroup | None" = field(default=None, compare=False, repr=False)
+    sharers: "dict[int, Axis]" = field(default_factory=dict, compare=False, repr=False)
+
+    def sharing(self, parts: int) -> "Axis":
+        """The ranks that hold the same piece when a dim is cut into fewer parts than the axis has ranks.
+
+        Raises: AssertionError unless parts divides the size.
+        """
+        assert self.size % parts == 0, f"{parts} parts on an axis of {self.size}"
+        if parts == self.size:
+            return Axis(f"{self.name}/{parts}", ranks=(self.ranks[self.rank],))
+        return self if parts == 1 else self.sharers[parts]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The rank grid dp x pp x cp x tp, tp innermost: neighbours in tp are neighbours in rank, and so on one host."""
+
+    dp: Axis = Axis("dp")
+    pp: Axis = Axis("pp")
+    cp: Axis = Axis("cp")
+    tp: Axis = Axis("tp")
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return self.tp.ranks[self.tp.rank]
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(axis.size for axis in (self.dp, self.pp, self.cp, self.tp))
+
+
+def rank_lines(degrees: dict[str, int], name: str) -> list[tuple[int, ...]]:
+    """The global ranks of every line along one axis of a row-major grid, in coordinate order.
+
+    Raises: KeyError for an axis the grid lacks.
+    """
+    strides = {axis: math.prod(list(degrees.values())[i + 1 :]) for i, axis in enumerate(degrees)}
+    others = [[coordinate * strides[axis] for coordinate in range(size)] for axis, size in degrees.items() if axis != name]
+    starts = [sum(offsets) for offsets in itertools.product(*others)]
+    return [tuple(start + i * strides[name] for i in range(degrees[name])) for start in starts]
+
+
+def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]]) -> Axis:
+    """Make a group for every line, and give this rank the axis of its own; all ranks make all groups, in one order."""
+    mine = None
+    for line in lines:
+        group = dist.new_group(list(line)) if len(line) > 1 else None
+        if rank in line:
+            mine = Axis(name, len(line), line.index(rank), line, group)
+    assert mine is not None, f"rank {rank} is on no line of {name}"
+    return mine
+
+
+def build_mesh(config: MeshConfig, rank: int, world_size: int) -> Mesh:
+    """The mesh of a running job.
+
+    Cost: one process group for every line of every axis longer than 1, and for the divisors of tp that kv heads may need.
+    Raises: TronError when the degrees do not multiply to the world size.
+    """
+    config.check_world(world_size)
+    if world_size == 1:
+        return Mesh()
+    axes = {name: _axis_of(rank, name, rank_lines(config.degrees, name)) for name in AXES}
+    tp = axes["tp"]
+    for parts in divisors(tp.size)[1:-1]:
+        share = tp.size // parts
+        pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
+        tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces)
+    return Mesh(**axes)

@@ -1,0 +1,257 @@
+"""MiniMind, once, for every mesh: ``Model(config, Mesh())`` in a plain interpreter is the dense model.
+
+Shape letters (capital is whole, small is this rank's): B batch, S sequence, s = S / tp under SP and S otherwise, D hidden, F / f
+feed-forward, N / n query heads, K / k kv heads, H head width, V / v vocab. The sequence comes first. Parameter names are those
+Hugging Face uses for Qwen3.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minimind_tron.collectives import all_gather
+from minimind_tron.config import ModelConfig, StrategyConfig
+from minimind_tron.layout import Cut, Layout, Storage, live, parameter
+from minimind_tron.mesh import Axis, Mesh
+from minimind_tron.parallel import overlap, sequence, tensor, vocab
+from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear
+from minimind_tron.parallel.vocab import IGNORED, check_ids, wide
+
+
+def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:
+    """The region seams that the switches ask for."""
+    tp, hidden = mesh.tp, strategy.async_communication
+    enter: Callable[..., tuple[Tensor, ...]]
+    if not strategy.sequence_parallel:
+        enter = overlap.columns_hidden if hidden else tensor.columns
+        return Seams(tp, enter, tensor.leave, tensor.own, tensor.total, (), 1)
+    if strategy.sp_recompute:
+        enter = overlap.sequence_columns_hidden_regathered if hidden else overlap.sequence_columns_regathered
+    else:
+        enter = overlap.sequence_columns_hidden if hidden else sequence.columns
+    return Seams(tp, enter, sequence.leave, sequence.own, sequence.total, live(tp), tp.size)
+
+
+class RMSNorm(nn.Module):
+    """x / root mean square of x, times a weight; the division runs in the wider of float32 and x's dtype.
+
+    ``parts`` are the axes whose ranks normalise different tokens or heads with this weight.
+    """
+
+    def __init__(self, size: int, eps: float, parts: tuple[Axis, ...], storage: Storage) -> None:
+        super().__init__()
+        self.weight = parameter(Layout((size,), "ones", partial=parts), storage)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+
+def rotary_angles(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and channel pair; angles in the wider of float32 and the dtype.
+
+    Shapes: positions [S] -> two of [S, 1, 1, H], both halves of H alike.
+    """
+    angle_dtype = torch.promote_types(dtype, torch.float32)
+    channels = torch.arange(0, width, 2, dtype=angle_dtype, device=positions_S.device)
+    angles = torch.outer(positions_S.to(angle_dtype), 1.0 / theta ** (channels / width))
+    angles = torch.cat((angles, angles), -1)[:, None, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_SBnH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the channel pairs (i, i + H/2) by the angles of their positions."""
+    first, second = x_SBnH.chunk(2, -1)
+    return x_SBnH * cos + torch.cat((-second, first), -1) * sin
+
+
+def attend(q_SBnH: Tensor, k_SBkH: Tensor, v_SBkH: Tensor) -> Tensor:
+    """Causal attention of this rank's heads; each kv head serves n / k query heads.
+
+    Shapes: [S, B, n, H], [S, B, k, H] twice -> [S, B, n, H].
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnH, k_SBkH, v_SBkH))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head q/k norms before rotary positions; heads are cut over tp."""
+
+    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
+        super().__init__()
+        D, H, axis = config.hidden_size, config.head_width, seams.axis
+        column = partial(ColumnLinear, bias=config.attention_bias, storage=storage)
+        row = partial(RowLinear, bias=config.attention_bias, storage=storage)
+        kv_parts = tensor.kv_parts(config, axis)
+        self.q_proj = column(D, config.num_attention_heads * H, axis)
+        self.k_proj = column(D, config.num_key_value_heads * H, axis, parts=kv_parts)
+        self.v_proj = column(D, config.num_key_value_heads * H, axis, parts=kv_parts)
+        self.o_proj = row(config.num_attention_heads * H, D, axis, outside=seams.outside)
+        # Each rank normalises its own heads only, so these gradients are parts under TP as well as under SP.
+        self.q_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
+        self.k_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
+        self.seams, self.head_width = seams, H
+
+    def forward(self, x_sBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        projected = self.seams.columns(x_sBD, (self.q_proj, self.k_proj, self.v_proj), self.seams.axis)
+        q_SBnH, k_SBkH, v_SBkH = (y.unflatten(-1, (-1, self.head_width)) for y in projected)
+        q_SBnH = rotate(self.q_norm(q_SBnH), cos, sin)
+        k_SBkH = rotate(self.k_norm(k_SBkH), cos, sin)
+        return self.seams.row(attend(q_SBnH, k_SBkH, v_SBkH).flatten(-2), self.o_proj)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; its width is cut over tp."""
+
+    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
+        super().__init__()
+        D, width, axis = config.hidden_size, config.ffn_size, seams.axis
+        self.gate_proj = ColumnLinear(D, width, axis, storage=storage)
+        self.up_proj = ColumnLinear(D, width, axis, storage=storage)
+        self.down_proj = RowLinear(width, D, axis, outside=seams.outside, storage=storage)
+        self.seams = seams
+
+    def forward(self, x_sBD: Tensor) -> Tensor:
+        gate_SBf, up_SBf = self.seams.columns(x_sBD, (self.gate_proj, self.up_proj), self.seams.axis)
+        return self.seams.row(F.silu(gate_SBf) * up_SBf, self.down_proj)
+
+
+class Block(nn.Module):
+    """A decoder block: attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps, seams.outside, storage)
+        self.self_attn = Attention(config, seams, storage)
+        self.post_attention_layernorm = RMSNorm(D, eps, seams.outside, storage)
+        self.mlp = FeedForward(config, seams, storage)
+
+    def forward(self, x_sBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_sBD = x_sBD + self.self_attn(self.input_layernorm(x_sBD), cos, sin)
+        return x_sBD + self.mlp(self.post_attention_layernorm(x_sBD))
+
+
+class WholeVocab:
+    """Embedding and loss with the whole vocab on every rank; under SP each rank embeds and judges its own tokens only."""
+
+    def __init__(self, config: ModelConfig, seams: Seams) -> None:
+        self.vocab_size, self.seams = config.vocab_size, seams
+
+    def linear(self, config: ModelConfig, storage: Storage) -> Linear:
+        return WholeLinear(config.hidden_size, config.vocab_size, outside=self.seams.outside, storage=storage)
+
+    def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
+        return F.embedding(self.seams.own(ids_SB, self.seams.axis), embedding.weight)
+
+    def loss(self, x_sBD: Tensor, labels_SB: Tensor, head: Linear) -> Tensor:
+        logits_sBV = wide(F.linear(x_sBD, head.weight))
+        labels_sB = self.seams.own(labels_SB, self.seams.axis)
+        own = F.cross_entropy(logits_sBV.flatten(0, 1), labels_sB.flatten(), ignore_index=IGNORED, reduction="sum")
+        return self.seams.total(own, self.seams.axis)
+
+    def logits(self, x_sBD: Tensor, head: Linear) -> Tensor:
+        logits_sBV = F.linear(x_sBD, head.weight)
+        return all_gather(logits_sBV, self.seams.axis) if self.seams.multiple > 1 else logits_sBV
+
+
+class CutVocab:
+    """Embedding and loss with the vocab cut over tp."""
+
+    def __init__(self, config: ModelConfig, seams: Seams) -> None:
+        self.vocab_size, self.seams = config.vocab_size, seams
+        self.cut = Cut(0, seams.axis, seams.axis.size)
+
+    def linear(self, config: ModelConfig, storage: Storage) -> Linear:
+        return ColumnLinear(config.hidden_size, config.vocab_size, self.seams.axis, storage=storage)
+
+    def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
+        share_SBD = vocab.look_up(ids_SB, embedding.weight, self.cut, self.vocab_size)
+        return self.seams.leave(share_SBD, self.seams.axis)
+
+    def loss(self, x_sBD: Tensor, labels_SB: Tensor, head: Linear) -> Tensor:
+        (logits_SBv,) = self.seams.columns(x_sBD, (head,), self.seams.axis)
+        return vocab.cross_entropy(logits_SBv, labels_SB, self.cut, self.vocab_size)
+
+    def logits(self, x_sBD: Tensor, head: Linear) -> Tensor:
+        (logits_SBv,) = self.seams.columns(x_sBD, (head,), self.seams.axis)
+        logits_vSB = all_gather(logits_SBv.movedim(-1, 0), self.seams.axis)
+        return logits_vSB[: self.vocab_size].movedim(0, -1)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm, under Hugging Face's name ``model``; blocks are keyed by their global number."""
+
+    def __init__(self, config: ModelConfig, seams: Seams, embedding: Linear, storage: Storage) -> None:
+        super().__init__()
+        self.embed_tokens = embedding
+        numbers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleDict({str(i): Block(config, seams, storage) for i in numbers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, seams.outside, storage)
+
+
+class Model(nn.Module):
+    """MiniMind on a mesh; values are undefined until ``initialise`` or ``interop`` fills them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None = None,
+        strategy: StrategyConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        storage = Storage(dtype, torch.device(device))
+        self.config, self.mesh, self.strategy = config, mesh or Mesh(), strategy or StrategyConfig()
+        self.seams = choose_seams(self.mesh, self.strategy)
+        self.vocab: WholeVocab | CutVocab = (CutVocab if self.strategy.vocab_parallel else WholeVocab)(config, self.seams)
+        self.model = Decoder(config, self.seams, self.vocab.linear(config, storage), storage)
+        self.lm_head = None if config.tie_word_embeddings else self.vocab.linear(config, storage)
+        self.storage = storage
+
+    @property
+    def head(self) -> Linear:
+        """The module that holds the head's weight: the embedding when they are tied."""
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
+    def _padded(self, x_SB: Tensor, value: int) -> Tensor:
+        """Pad the sequence to what SP can cut: at its end, where causal attention keeps it from every real token."""
+        missing = -x_SB.shape[0] % self.seams.multiple
+        return F.pad(x_SB, (0, 0, 0, missing), value=value)
+
+    def hidden_states(self, ids_SB: Tensor) -> Tensor:
+        """The final hidden states, normalised.
+
+        Shapes: ids [S, B], a multiple of tp under SP -> [s, B, D].
+        """
+        positions_S = torch.arange(ids_SB.shape[0], device=ids_SB.device)
+        cos, sin = rotary_angles(positions_S, self.config.head_width, self.config.rope_theta, self.storage.dtype)
+        x_sBD = self.vocab.embed(ids_SB, self.model.embed_tokens)
+        for block in self.model.layers.values():
+            x_sBD = block(x_sBD, cos, sin)
+        return self.model.norm(x_sBD)
+
+    def forward(self, ids_SB: Tensor, labels_SB: Tensor) -> Tensor:
+        """The sum of cross entropy over valid labels, the same on every rank of tp.
+
+        Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B] -> scalar, in the wider of float32 and the dtype.
+        Raises: TronError for an id or a label outside of the vocab (on a GPU: whoever moves the batch there checks it).
+        """
+        if not ids_SB.is_cuda:
+            check_ids(ids_SB, labels_SB, self.config.vocab_size)
+        x_sBD = self.hidden_states(self._padded(ids_SB, 0))
+        return self.vocab.loss(x_sBD, self._padded(labels_SB, IGNORED), self.head)
+
+    @torch.no_grad()
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        """The whole logits on every rank, for checks and sampling; training never gathers them.
+
+        Shapes: ids [S, B] -> [S, B, V]. Raises: TronError for an id outside of the vocab.
+        """
+        check_ids(ids_SB, None, self.config.vocab_size)
+        return self.vocab.logits(self.hidden_states(self._padded(ids_SB, 0)), self.head)[: ids_SB.shape[0]]
