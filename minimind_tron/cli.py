@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import NoReturn
 
 from minimind_tron import __version__
-from minimind_tron.config import RunConfig, TrainConfig, ValidateConfig, fields_of, flag, from_toml, nearest
+from minimind_tron.config import RunConfig, TrainConfig, ValidateConfig, flag, nearest
+from minimind_tron.config_files import fields_of, from_toml, with_weights
 from minimind_tron.errors import TronError
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs on ranks: what it is told, and the module whose ``run(config, world)`` does it."""
+    """A command that runs on ranks: what it is told, and the module whose ``run(config, world)`` does it.
+
+    ``timeout_s`` is how long a rank may wait for another: in validate all wait for rank 0 while it runs the dense model.
+    """
 
     config: type[RunConfig]
     summary: str
+    timeout_s: float
 
     @property
     def module(self) -> str:
@@ -31,8 +36,8 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(TrainConfig, "train on text over any mesh, and export the model"),
-    "validate": Command(ValidateConfig, "prove the parallel model equal to the dense one"),
+    "train": Command(TrainConfig, "train on text over any mesh, and export the model", 600.0),
+    "validate": Command(ValidateConfig, "prove the parallel model equal to the dense one", 6 * 3600.0),
 }
 USAGE = f"""usage: minimind-tron COMMAND [flags]      (the same as python -m minimind_tron)
 
@@ -48,13 +53,14 @@ commands:
 
 
 def _one_line(boxed: str) -> str:
-    """The first paragraph of tyro's framed message, without the frame."""
-    words = []
+    """The first paragraph of tyro's message, without the frame, which is ASCII where stdout is not UTF-8."""
+    words: list[str] = []
     for line in boxed.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
-        if set(text) <= {"─"}:
+        if not set(text) <= {"─", "-"}:
+            words.append(text)
+        elif words:
             break
-        words.append(text)
     return " ".join(words)
 
 
@@ -101,16 +107,8 @@ def parse(command: str, arguments: list[str]) -> RunConfig:
         raise TronError(_one_line(caught.getvalue()), f"see minimind-tron {command} --help") from None
     if unknown:
         raise _unknown(unknown[0], kind)
-    return config
-
-
-def _env() -> int:
-    from minimind_tron.runtime import environment_report
-
-    report = environment_report()
-    for name, value in report:
-        print(f"{name:<{max(len(name) for name, _ in report)}}  {value}")
-    return 0
+    assert config is not None, "tyro returns a config or exits"
+    return with_weights(config) if isinstance(config, ValidateConfig) else config
 
 
 def run(arguments: list[str]) -> int:
@@ -126,7 +124,8 @@ def run(arguments: list[str]) -> int:
         print(f"minimind-tron {__version__}")
         return 0
     if name == "env" and not rest:
-        return _env()
+        importlib.import_module("minimind_tron.commands.env").run()
+        return 0
     if name not in COMMANDS:
         what = f"{rest[0]} was given to env, which takes nothing" if name == "env" else f"{name} is not a command"
         raise TronError(what, nearest(name, COMMANDS) or f"use one of {', '.join([*COMMANDS, 'env'])}")
@@ -138,12 +137,12 @@ def _run_on_ranks(name: str, config: RunConfig, arguments: list[str]) -> int:
 
     ranks = config.mesh.world_size
     if runtime.launched():
-        config.mesh.check_world(runtime.launched_world_size() or 1)
+        config.mesh.check_world(runtime.launched_world_size() or 1, config.model)
     else:
         config.check_before_start()
         if ranks > 1:
             return runtime.launch(arguments, ranks, device=config.device)
-    with runtime.session(device=config.device) as world:
+    with runtime.session(device=config.device, timeout_s=COMMANDS[name].timeout_s) as world:
         return importlib.import_module(COMMANDS[name].module).run(config, world).exit_code
 
 

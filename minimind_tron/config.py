@@ -2,22 +2,18 @@
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from minimind_tron.errors import TronError
 
 DTYPES = ("float64", "float32", "bfloat16")
 Dtype = Literal["float64", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
-C = TypeVar("C", bound="Config")
 
 
 def flag(name: str) -> str:
@@ -55,67 +51,6 @@ class Config(BaseModel):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise TronError(f"{name}={value} was given, at least {least} is wanted", f"change {flag(name)}")
-
-
-def fields_of(kind: type[Config]) -> dict[str, type[Config] | None]:
-    """Every key of a config, flat as the flags are, with the nested config it belongs to (None: to the config itself)."""
-    found: dict[str, type[Config] | None] = {}
-    for name, info in kind.model_fields.items():
-        nested = info.annotation
-        if isinstance(nested, type) and issubclass(nested, Config):
-            found |= dict.fromkeys(nested.model_fields, nested)
-        else:
-            found[name] = None
-    return found
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """The values of a config under the names of its flags, as TOML and JSON take them; what is None is left out."""
-    flat: dict[str, Any] = {}
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if isinstance(value, Config):
-            flat |= flatten(value)
-        elif value is not None:
-            flat[name] = str(value) if isinstance(value, Path) else value
-    return flat
-
-
-def to_toml(config: Config) -> str:
-    """The resolved config as a file that ``--config`` takes."""
-    import tomli_w
-
-    return tomli_w.dumps(flatten(config))
-
-
-def from_toml(kind: type[C], path: Path) -> C:
-    """A config with a file's values and otherwise defaults, not yet checked: flags may still replace what does not fit.
-
-    Raises: TronError for a file that cannot be read, a key that is not known and a value of the wrong type.
-    """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TronError(f"config={path} cannot be read ({error.strerror})", "change --config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TronError(f"config={path} is not TOML: {error}", "mend the file") from None
-    known = fields_of(kind)
-    for name, value in values.items():
-        if name not in known:
-            raise TronError(f"{name} in {path} is not a known key", nearest(name, known) or "remove it")
-        owner: type[Config] = known[name] or kind
-        try:
-            adapter = TypeAdapter(owner.model_fields[name].annotation)
-            values[name] = adapter.validate_python(value, strict=False)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"].lower()
-            raise TronError(f"{name}={value!r} in {path} was given: {message}", "mend the file") from None
-    nested = {}
-    for name, info in kind.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Config):
-            own = {key: values[key] for key in info.annotation.model_fields if key in values}
-            nested[name] = info.annotation.model_construct(**own)
-    return kind.model_construct(**nested, **{name: value for name, value in values.items() if known[name] is None})
 
 
 def divisors(*numbers: int) -> list[int]:
@@ -197,32 +132,6 @@ class ModelConfig(Config):
         block = attention + biases + 3 * D * self.ffn_size + 2 * D
         return self.num_hidden_layers * block + D + self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
 
-    @classmethod
-    def from_hugging_face(cls, values: dict[str, Any], source: str) -> Self:
-        """The architecture that a Hugging Face config.json describes.
-
-        Raises: TronError for an architecture other than Qwen3 and for every feature this model lacks.
-        """
-        if values.get("model_type", "qwen3") not in ("qwen3", "minimind"):
-            raise TronError(f"{source} describes a {values['model_type']!r} model, Qwen3 is wanted", "change --weights")
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise TronError(f"{source} asks for rotary scaling {rope}, only the default is known", "change --weights")
-        if values.get("use_sliding_window"):
-            raise TronError(f"{source} asks for a sliding window, which this model lacks", "change --weights")
-        if values.get("hidden_act", "silu") != "silu":
-            raise TronError(f"{source} has hidden_act={values['hidden_act']!r}, 'silu' is wanted", "change --weights")
-        if values.get("use_moe"):
-            raise TronError(f"{source} describes a mixture of experts, a dense model is wanted", "change --weights")
-        known = {name: values[name] for name in cls.model_fields if values.get(name) is not None}
-        if "rope_theta" in rope:
-            known["rope_theta"] = rope["rope_theta"]
-        missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"} - known.keys()
-        if missing:
-            raise TronError(f"{source} lacks {', '.join(sorted(missing))}", "give the folder of a Qwen3 model")
-        known.setdefault("num_key_value_heads", known["num_attention_heads"])
-        return cls(**known)
-
 
 class MeshConfig(Config):
     """How many ranks each axis has."""
@@ -245,13 +154,17 @@ class MeshConfig(Config):
         """Ranks in all."""
         return math.prod(self.degrees.values())
 
-    def check_world(self, world_size: int) -> None:
-        """Raises: TronError when the launcher started another number of ranks than the mesh has."""
+    def check_world(self, world_size: int, model: ModelConfig | None = None) -> None:
+        """Refuse a number of ranks other than the mesh has; with a model, the advice is one that the model can be cut by.
+
+        Raises: TronError.
+        """
         if world_size != self.world_size:
             degrees = " x ".join(f"{name} {size}" for name, size in self.degrees.items())
+            fits = model is None or cuts(model, world_size)
             raise TronError(
                 f"the launcher started {world_size} ranks, but the mesh {degrees} has {self.world_size}",
-                f"use --tp-size {world_size}, or start {self.world_size} ranks",
+                f"use --tp-size {world_size}, or start {self.world_size} ranks" if fits else f"start {self.world_size} ranks",
             )
 
 
@@ -268,19 +181,21 @@ class StrategyConfig(Config):
     """Hide the collective of the input gradient behind the weight gradient."""
 
 
+def cuts(model: ModelConfig, tp: int) -> bool:
+    """Whether the heads and the feed-forward of a model can be cut over so many ranks of tp."""
+    kv_heads = model.num_key_value_heads
+    return model.num_attention_heads % tp == 0 and model.ffn_size % tp == 0 and max(kv_heads, tp) % min(kv_heads, tp) == 0
+
+
 def check_cut(model: ModelConfig, mesh: MeshConfig) -> None:
     """Refuse a model that the mesh cannot cut.
 
     Raises: TronError that names the size, the axis and the degrees that would do.
     """
     tp, heads, kv_heads, ffn = mesh.tp_size, model.num_attention_heads, model.num_key_value_heads, model.ffn_size
-
-    def cuts(tp: int) -> bool:
-        return heads % tp == 0 and ffn % tp == 0 and max(kv_heads, tp) % min(kv_heads, tp) == 0
-
-    if cuts(tp):
+    if cuts(model, tp):
         return
-    valid = [d for d in range(min(tp, heads), 0, -1) if cuts(d)]
+    valid = [d for d in range(min(tp, heads), 0, -1) if cuts(model, d)]
     fix = "use --tp-size " + " or ".join(map(str, valid))
     if heads % tp:
         raise TronError(f"num_attention_heads={heads} cannot be cut over tp={tp}", fix)
@@ -339,7 +254,9 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._at_least(0, "learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "eps", "clip_norm")
+        self._at_least(0, "learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        # What has no gradient, such as padding, is divided by this alone; less would be 0 in float32.
+        self._at_least(1e-20, "eps")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise TronError(f"{name}={getattr(self, name)} was given, 0 <= {name} < 1 is wanted", f"change {flag(name)}")
@@ -376,8 +293,20 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_run(self) -> Self:
         self._at_least(0, "seed")
-        check_cut(self.model, self.mesh)
+        self.check_model()
         return self
+
+    def check_model(self) -> None:
+        """Refuse a model that the mesh cannot cut, and samples longer than its positions.
+
+        Raises: TronError.
+        """
+        check_cut(self.model, self.mesh)
+        if self.batch.seq_len > self.model.max_position_embeddings:
+            raise TronError(
+                f"seq_len={self.batch.seq_len} is beyond max_position_embeddings={self.model.max_position_embeddings}",
+                "lower --seq-len or raise --max-position-embeddings",
+            )
 
     def check_before_start(self) -> None:
         """What only the process that starts the ranks, or rank 0, may ask; see the commands.
@@ -451,7 +380,8 @@ class ValidateConfig(RunConfig):
     rtol: float | None = None
     """Largest relative L2 difference; with --atol replaces the noise-floor rule."""
     weights: Path | None = None
-    """A Hugging Face Qwen3 folder or a MiniMind .pth file; drawn by --seed unless given."""
+    """A Hugging Face Qwen3 folder, whose config.json replaces the model's flags, or a MiniMind .pth file; drawn by --seed
+    unless given."""
     json_file: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
     """Where the whole report goes as JSON."""
 
@@ -463,3 +393,20 @@ class ValidateConfig(RunConfig):
             raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
         _existing("weights", self.weights)
         return self
+
+    def check_model(self) -> None:
+        """Refuse a model that the mesh cannot cut, once it is known: a folder of weights brings its own.
+
+        Raises: TronError.
+        """
+        if self.weights is None or not self.weights.is_dir():
+            super().check_model()
+
+    def with_model(self, model: ModelConfig) -> Self:
+        """This config about the model in its weights folder.
+
+        Raises: TronError when the mesh cannot cut that model.
+        """
+        known = self.model_copy(update={"model": model})
+        RunConfig.check_model(known)
+        return known

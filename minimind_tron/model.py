@@ -142,18 +142,22 @@ class WholeVocab:
         self.vocab_size, self.seams = config.vocab_size, seams
 
     def linear(self, config: ModelConfig, storage: Storage) -> Linear:
+        """The module that holds the embedding or the head."""
         return WholeLinear(config.hidden_size, config.vocab_size, outside=self.seams.outside, storage=storage)
 
     def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
+        """Hidden states of ids. Shapes: [S, B] -> [s, B, D]."""
         return F.embedding(self.seams.own(ids_SB, self.seams.axis), embedding.weight)
 
     def loss(self, x_sBD: Tensor, labels_SB: Tensor, head: Linear) -> Tensor:
+        """The sum of cross entropy over valid labels, the same on every rank. Shapes: [s, B, D], [S, B] -> scalar."""
         logits_sBV = wide(F.linear(x_sBD, head.weight))
         labels_sB = self.seams.own(labels_SB, self.seams.axis)
         own = F.cross_entropy(logits_sBV.flatten(0, 1), labels_sB.flatten(), ignore_index=IGNORED, reduction="sum")
         return self.seams.total(own, self.seams.axis)
 
     def logits(self, x_sBD: Tensor, head: Linear) -> Tensor:
+        """The whole logits on every rank. Shapes: [s, B, D] -> [S, B, V]."""
         logits_sBV = F.linear(x_sBD, head.weight)
         return all_gather(logits_sBV, self.seams.axis) if self.seams.multiple > 1 else logits_sBV
 
@@ -166,17 +170,21 @@ class CutVocab:
         self.cut = Cut(0, seams.axis, seams.axis.size)
 
     def linear(self, config: ModelConfig, storage: Storage) -> Linear:
+        """The module that holds the embedding or the head."""
         return ColumnLinear(config.hidden_size, config.vocab_size, self.seams.axis, storage=storage)
 
     def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
+        """Hidden states of ids. Shapes: [S, B] -> [s, B, D]."""
         share_SBD = vocab.look_up(ids_SB, embedding.weight, self.cut, self.vocab_size)
         return self.seams.leave(share_SBD, self.seams.axis)
 
     def loss(self, x_sBD: Tensor, labels_SB: Tensor, head: Linear) -> Tensor:
+        """The sum of cross entropy over valid labels, the same on every rank. Shapes: [s, B, D], [S, B] -> scalar."""
         (logits_SBv,) = self.seams.columns(x_sBD, (head,), self.seams.axis)
         return vocab.cross_entropy(logits_SBv, labels_SB, self.cut, self.vocab_size)
 
     def logits(self, x_sBD: Tensor, head: Linear) -> Tensor:
+        """The whole logits on every rank. Shapes: [s, B, D] -> [S, B, V]."""
         (logits_SBv,) = self.seams.columns(x_sBD, (head,), self.seams.axis)
         logits_vSB = all_gather(logits_SBv.movedim(-1, 0), self.seams.axis)
         return logits_vSB[: self.vocab_size].movedim(0, -1)

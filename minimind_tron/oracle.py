@@ -69,7 +69,8 @@ def build_qwen3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     lifted = dtype == torch.float64
     settings = hugging_face_config(config)
     settings._attn_implementation = "written_out_float64" if lifted else "sdpa"
-    model = Qwen3ForCausalLM(settings).to(dtype=dtype, device=device)
+    model: Any = Qwen3ForCausalLM(settings)
+    model.to(dtype=dtype, device=device)
     if lifted:
         _lift(model, config)
     return model
@@ -94,10 +95,14 @@ def load_qwen3(model: Any, path: Path) -> None:
 class DenseSubject:
     """transformers' model under torch's AdamW: one process, autograd, no code of the parallel side.
 
-    The global batch goes through in microbatches, each divided by the global number of valid labels.
+    The global batch goes through in microbatches, each divided by the global number of valid labels. ``shifts`` are added to
+    every element of the named gradients before each update: what rounding may do to them, to see what AdamW makes of it.
     """
 
-    def __init__(self, model: Any, optimizer: OptimizerConfig, micro_batch_size: int) -> None:
+    def __init__(
+        self, model: Any, optimizer: OptimizerConfig, micro_batch_size: int, shifts: dict[str, float] | None = None
+    ) -> None:
+        self.shifts = shifts or {}
         self.model, self.micro_batch_size, self.clip_norm = model, micro_batch_size, optimizer.clip_norm
         self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
         decayed = {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": optimizer.weight_decay}
@@ -144,6 +149,10 @@ class DenseSubject:
     def step(self, batch: Batch) -> None:
         """One AdamW step, clipped by the global norm."""
         norm = float(self._backward(batch))
+        for name, shift in self.shifts.items():
+            gradient = self.weights[name].grad
+            assert gradient is not None, name
+            gradient.add_(shift)
         if self.clip_norm and norm > self.clip_norm:
             for w in self.weights.values():
                 if w.grad is not None:
