@@ -20,7 +20,10 @@ from minimind_tron.errors import TronError
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs on ranks: what it is told, and the module whose ``run(config, world)`` does it.
+    """A command that runs on ranks: what it is told, and the module that does it.
+
+    ``check(config)`` of the module refuses, before ranks are started, files that every rank would refuse; ``run(config, world)``
+    is the command, on every rank.
 
     ``timeout_s`` is how long a rank may wait for another: in validate all wait for rank 0 while it runs the dense model.
     """
@@ -31,7 +34,7 @@ class Command:
 
     @property
     def module(self) -> str:
-        """Where ``run`` is."""
+        """Where ``check`` and ``run`` are."""
         return f"minimind_tron.commands.{self.config.__name__.removesuffix('Config').lower()}"
 
 
@@ -141,6 +144,7 @@ def _run_on_ranks(name: str, config: RunConfig, arguments: list[str]) -> int:
     else:
         config.check_before_start()
         if ranks > 1:
+            importlib.import_module(COMMANDS[name].module).check(config)
             return runtime.launch(arguments, ranks, device=config.device)
     with runtime.session(device=config.device, timeout_s=COMMANDS[name].timeout_s) as world:
         return importlib.import_module(COMMANDS[name].module).run(config, world).exit_code

@@ -352,6 +352,8 @@ class TrainConfig(RunConfig):
         if not self.sample_prompt:
             raise TronError("sample_prompt is empty, text to continue is wanted", "change --sample-prompt")
         _existing("data", self.data, "file")
+        if self.data is not None and self.data.is_file() and not self.data.stat().st_size:
+            raise TronError(f"data={self.data} is empty", "set --data to a .txt or .jsonl file with text")
         _existing("tokenizer", self.tokenizer, "folder")
         return self
 

@@ -83,7 +83,9 @@ def load_qwen3(model: Any, path: Path) -> None:
     """
     if path.is_dir():
         from transformers import Qwen3ForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         state = Qwen3ForCausalLM.from_pretrained(path, dtype="auto").state_dict()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -252,3 +252,24 @@ def test_every_command_has_its_module() -> None:
         assert command.module == f"minimind_tron.commands.{name}"
         assert (ROOT / (command.module.replace(".", "/") + ".py")).is_file()
     assert cli.parse("train", []).model == ModelConfig()
+
+
+@pytest.mark.full
+def test_200_short_runs_in_a_row_end_clean(tmp_path: Path) -> None:
+    """Gloo runs were seen to abort at exit, 3 of 18; one clean run proves nothing."""
+    sizes = "--hidden-size 32 --num-hidden-layers 1 --vocab-size 256 --seq-len 16 --steps 1 --eval-batches 1 --sample-tokens 1"
+    for i in range(200):
+        command = [
+            sys.executable,
+            "-m",
+            "minimind_tron",
+            "train",
+            "--tp",
+            "2",
+            *sizes.split(),
+            "--output-dir",
+            str(tmp_path / str(i)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"run {i}: {done.stdout}{done.stderr}"
+        assert done.stderr == "", f"run {i}"

@@ -232,6 +232,15 @@ def _against_limit(finding: Finding) -> str:
     return f"{finding.name}, {finding.error:.2e} (limit {finding.limit:.2e})"
 
 
+def check(config: ValidateConfig) -> None:
+    """Refuse weights that do not fit the model, without memory for either.
+
+    Raises: TronError.
+    """
+    if config.weights:
+        load_weights(Model(config.model, device="meta"), config.weights)
+
+
 def run(config: ValidateConfig, world: World) -> Report:
     """Validate, print, and write the report."""
     mesh = build_mesh(config.mesh, world.rank, world.size)
