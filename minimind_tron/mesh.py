@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -67,19 +68,19 @@ def rank_lines(degrees: dict[str, int], name: str) -> list[tuple[int, ...]]:
     return [tuple(start + i * strides[name] for i in range(degrees[name])) for start in starts]
 
 
-def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]]) -> Axis:
+def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]], timeout: timedelta | None) -> Axis:
     """Make a group for every line, and give this rank the axis of its own; all ranks make all groups, in one order."""
     mine = None
     for line in lines:
-        group = dist.new_group(list(line)) if len(line) > 1 else None
+        group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
         if rank in line:
             mine = Axis(name, len(line), line.index(rank), line, group)
     assert mine is not None, f"rank {rank} is on no line of {name}"
     return mine
 
 
-def build_mesh(config: MeshConfig, rank: int, world_size: int) -> Mesh:
-    """The mesh of a running job.
+def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float | None = None) -> Mesh:
+    """The mesh of a running job; ``timeout_s`` is how long a rank waits for another, torch's half an hour unless given.
 
     Cost: one process group for every line of every axis longer than 1, and for the divisors of tp that kv heads may need.
     Raises: TronError when the degrees do not multiply to the world size.
@@ -87,10 +88,12 @@ def build_mesh(config: MeshConfig, rank: int, world_size: int) -> Mesh:
     config.check_world(world_size)
     if world_size == 1:
         return Mesh()
-    axes = {name: _axis_of(rank, name, rank_lines(config.degrees, name)) for name in AXES}
+    # A new group does not inherit the timeout of the default one.
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    axes = {name: _axis_of(rank, name, rank_lines(config.degrees, name), timeout) for name in AXES}
     tp = axes["tp"]
     for parts in divisors(tp.size)[1:-1]:
         share = tp.size // parts
         pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
-        tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces)
+        tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces, timeout)
     return Mesh(**axes)

@@ -41,7 +41,10 @@ _sessions = 0
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is and what it runs on; ``backend`` is None where there is one rank and so no process group."""
+    """Who this process is and what it runs on; ``backend`` is None where there is one rank and so no process group.
+
+    ``timeout_s`` is how long a rank may wait for another.
+    """
 
     rank: int
     size: int
@@ -49,6 +52,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str | None
+    timeout_s: float | None = None
 
 
 def launched() -> bool:
@@ -337,7 +341,7 @@ def _join(place: Place, device: str, timeout_s: float) -> World:
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     if gpus and backend == "gloo" and place.rank == 0:
         print(f"{place.size} ranks share {distinct} GPU{'s' * (distinct > 1)}: communication through gloo", flush=True)
-    return World(*ranks, here, backend)
+    return World(*ranks, here, backend, timeout_s)
 
 
 def _part(world: World) -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from minimind_tron.collectives import all_reduce
 from minimind_tron.config import MeshConfig
@@ -101,3 +103,15 @@ def test_build_mesh(pool, size: int) -> None:
 def test_axes_compare_by_place_not_by_group() -> None:
     assert Axis("tp", 2, 0, (0, 1)) == lonely(2, 0) != lonely(2, 1)
     assert hash(Axis("tp", 2, 0, (0, 1))) == hash(lonely(2, 0))
+
+
+def group_timeouts() -> list[timedelta]:
+    """Of every group this rank makes; validate's other ranks wait for hours while rank 0 runs the dense model."""
+    mesh = build_mesh(MeshConfig(tp_size=4), dist.get_rank(), 4, timeout_s=7000.0)
+    groups = [mesh.tp.group, mesh.tp.sharing(2).group]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group]
+
+
+def test_every_group_waits_as_long_as_it_is_told(pool) -> None:
+    for timeouts in pool(4).run(group_timeouts):
+        assert timeouts == [timedelta(seconds=7000)] * 2

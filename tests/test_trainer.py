@@ -153,7 +153,7 @@ def test_metrics_are_flushed_line_by_line_and_know_no_nan(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("epochs", "samples", "steps"), [(1, 8, 2), (1, 9, 3), (2, 9, 5), (0.5, 8, 1), (0.01, 8, 1), (0.7, 40, 7), (1.1, 40, 11)]
+    ("epochs", "samples", "steps"), [(1, 8, 2), (1, 9, 3), (2, 9, 5), (0.5, 8, 1), (0.01, 8, 1), (0.7, 40, 7), (0.07, 400, 7)]
 )
 def test_epochs_become_steps(tmp_path: Path, epochs: float, samples: int, steps: int) -> None:
     assert count_steps(config_for(text_file(tmp_path), steps=None, epochs=epochs), samples) == steps
@@ -292,6 +292,14 @@ def test_ranks_without_metrics_are_silent(capsys: pytest.CaptureFixture[str]) ->
         display.heldout(5, Heldout(1.0, 1.0))
     assert type(display) is Display
     assert capsys.readouterr().out == ""
+
+
+def test_a_loop_without_metrics_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for(text_file(tmp_path))
+    train(build(config), load_corpus(config.data, Tokenizer(None), 13), config, NO_REFERENCES, None)
+    assert capsys.readouterr().out == ""
+    train(build(config), load_corpus(config.data, Tokenizer(None), 13), config, NO_REFERENCES, tmp_path / "metrics.jsonl")
+    assert "step      6/6" in capsys.readouterr().out
 
 
 def test_a_log_file_gets_plain_lines_at_intervals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def run(config: TrainConfig, world: World) -> TrainResult:
     tokenizer = load_tokenizer(config.tokenizer)
     check_tokenizer_fits(tokenizer, config.model.vocab_size)
     corpus = load_corpus(config.data, tokenizer, config.batch.seq_len)
-    mesh = build_mesh(config.mesh, world.rank, world.size)
+    mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     claim_output(config, mesh)
     model = Model(config.model, mesh, config.strategy, dtype=getattr(torch, config.dtype), device=world.device)
     initialise(model, config.seed)

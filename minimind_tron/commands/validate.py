@@ -243,7 +243,7 @@ def check(config: ValidateConfig) -> None:
 
 def run(config: ValidateConfig, world: World) -> Report:
     """Validate, print, and write the report."""
-    mesh = build_mesh(config.mesh, world.rank, world.size)
+    mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     degrees = " x ".join(f"{name} {size}" for name, size in config.mesh.degrees.items())
     switches = [name.replace("_", " ") for name, value in config.strategy if value is True and name != "sp_recompute"]
     say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
