@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind_tron import trainer
 from minimind_tron.commands.train import TrainResult, beginning, claim_output, heldout_text, run, take_sample
-from minimind_tron.config import MeshConfig, TrainConfig
+from minimind_tron.config import BatchConfig, MeshConfig, TrainConfig
 from minimind_tron.config_files import from_toml
 from minimind_tron.errors import TronError
 from minimind_tron.layout import initialise
@@ -402,10 +402,19 @@ def test_a_tokenizer_larger_than_the_vocab_is_refused_before_anything_is_written
 def test_a_prompt_longer_than_a_sample_is_read_from_its_end(tmp_path: Path) -> None:
     prompts = ("x" * 40 + "def f(x): ret", "y" * 3 + "def f(x): ret")
     configs = [config_for(text_file(tmp_path), sample_prompt=prompt) for prompt in prompts]
-    samples = [take_sample(build(config), Tokenizer(None), config) for config in configs]
+    model = build(config_for(text_file(tmp_path), model={**MODEL, "tie_word_embeddings": False}))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(30 if weight.ndim > 1 else 1)
+    samples = [take_sample(model, Tokenizer(None), config) for config in configs]
     assert samples[0] is not None
     assert samples[1] is not None
     assert samples[0].text[len(prompts[0]) :] == samples[1].text[len(prompts[1]) :]
+    wider = [
+        take_sample(model, Tokenizer(None), config.model_copy(update={"batch": BatchConfig(seq_len=60)})) for config in configs
+    ]
+    assert wider[0] is not None
+    assert wider[0].text != samples[0].text, "what lies further back would have mattered"
 
 
 def test_only_lines_of_a_jsonl_begin_with_bos() -> None:
