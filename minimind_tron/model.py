@@ -227,7 +227,7 @@ class Model(nn.Module):
         """The module that holds the head's weight: the embedding when they are tied."""
         return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
-    def _padded(self, x_SB: Tensor, value: int) -> Tensor:
+    def padded(self, x_SB: Tensor, value: int) -> Tensor:
         """Pad the sequence to what SP can cut: at its end, where causal attention keeps it from every real token."""
         missing = -x_SB.shape[0] % self.seams.multiple
         return F.pad(x_SB, (0, 0, 0, missing), value=value)
@@ -252,8 +252,8 @@ class Model(nn.Module):
         """
         if not ids_SB.is_cuda:
             check_ids(ids_SB, labels_SB, self.config.vocab_size)
-        x_sBD = self.hidden_states(self._padded(ids_SB, 0))
-        return self.vocab.loss(x_sBD, self._padded(labels_SB, IGNORED), self.head)
+        x_sBD = self.hidden_states(self.padded(ids_SB, 0))
+        return self.vocab.loss(x_sBD, self.padded(labels_SB, IGNORED), self.head)
 
     @torch.no_grad()
     def logits(self, ids_SB: Tensor) -> Tensor:
@@ -262,4 +262,4 @@ class Model(nn.Module):
         Shapes: ids [S, B] -> [S, B, V]. Raises: TronError for an id outside of the vocab.
         """
         check_ids(ids_SB, None, self.config.vocab_size)
-        return self.vocab.logits(self.hidden_states(self._padded(ids_SB, 0)), self.head)[: ids_SB.shape[0]]
+        return self.vocab.logits(self.hidden_states(self.padded(ids_SB, 0)), self.head)[: ids_SB.shape[0]]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minimind_tron.collectives import sum_over
@@ -27,7 +26,7 @@ def next_logits(model: Model, ids_SB: Tensor) -> Tensor:
     """
     check_ids(ids_SB, None, model.config.vocab_size)
     length = ids_SB.shape[0]
-    x_sBD = model.hidden_states(F.pad(ids_SB, (0, 0, 0, -length % model.seams.multiple)))
+    x_sBD = model.hidden_states(model.padded(ids_SB, 0))
     holder, position = divmod(length - 1, x_sBD.shape[0])
     return model.vocab.logits(x_sBD[position : position + 1], model.head)[holder]
 

@@ -211,9 +211,7 @@ def test_text_windows_and_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokens_count", "windows"), [(6, 2), (8, 2), (9, 2), (10, 3), (401, 100)])
-def test_every_window_has_a_label_and_every_token_but_the_first_is_one(
-    tmp_path: Path, tokens_count: int, windows: int
-) -> None:
+def test_every_window_has_a_label_and_every_token_but_the_first_is_one(tmp_path: Path, tokens_count: int, windows: int) -> None:
     corpus = load_corpus(write(tmp_path / "a.txt", "x" * tokens_count), BYTES, 4)
     counts = [int((labels != IGNORED).sum()) for _, labels in all_samples(corpus)]
     assert len(counts) == windows
@@ -233,9 +231,7 @@ def test_text_is_read_in_pieces_without_a_trace(tmp_path: Path, monkeypatch: pyt
 def test_text_bytes_per_token(tmp_path: Path, minimind: Tokenizer) -> None:
     path = write(tmp_path / "a.txt", "Every rank holds a part of the matrix. 并行训练。\n" * 200)
     corpus = load_corpus(path, minimind, 32, heldout_fraction=0.5)
-    assert corpus.bytes_per_token == pytest.approx(
-        path.stat().st_size / len(minimind.encode(path.read_text())), rel=0.02
-    )
+    assert corpus.bytes_per_token == pytest.approx(path.stat().st_size / len(minimind.encode(path.read_text())), rel=0.02)
 
 
 def test_text_too_short_says_how_many_are_wanted(tmp_path: Path) -> None:
@@ -372,9 +368,7 @@ def test_utf8_offset_counts_from_the_file_not_the_piece(tmp_path: Path, monkeypa
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(-5, 2**64), st.data())
-def test_each_epoch_is_a_permutation_whatever_the_call_order(
-    count: int, size: int, seed: int, data: st.DataObject
-) -> None:
+def test_each_epoch_is_a_permutation_whatever_the_call_order(count: int, size: int, seed: int, data: st.DataObject) -> None:
     samples = numbered(count)
     steps = -(-3 * count // size)
     shuffled = data.draw(st.permutations(range(steps)))
