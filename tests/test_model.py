@@ -36,7 +36,7 @@ def loss_and_gradients(strategy: StrategyConfig, batch: Batch, tied: bool) -> tu
 
 def padded_by(strategy: StrategyConfig, seq_len: int) -> int:
     model = Model(tiny(), tp_mesh(), strategy)
-    return model._padded(torch.zeros(seq_len, 1, dtype=torch.long), 0).shape[0] - seq_len
+    return model.padded(torch.zeros(seq_len, 1, dtype=torch.long), 0).shape[0] - seq_len
 
 
 @pytest.mark.parametrize("size", [2, 4])
