@@ -198,7 +198,7 @@ def test_a_console_script_says_the_same() -> None:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A runtime that starts nothing and keeps what it was told; no launcher unless ``world`` is set."""
-    told = SimpleNamespace(world=None, launches=[], sessions=[], runs=[])
+    told = SimpleNamespace(world=None, launches=[], sessions=[], runs=[], checks=[])
 
     @contextmanager
     def session(*, device: str, timeout_s: float) -> Iterator[str]:
@@ -211,7 +211,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         runtime, "launch", lambda arguments, ranks, *, device: told.launches.append((arguments, ranks, device)) or 7
     )
     monkeypatch.setattr(runtime, "session", session)
-    module = SimpleNamespace(run=lambda config, world: told.runs.append((config, world)) or SimpleNamespace(exit_code=5))
+    module = SimpleNamespace(
+        run=lambda config, world: told.runs.append((config, world)) or SimpleNamespace(exit_code=5), check=told.checks.append
+    )
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: {"minimind_tron.commands.validate": module}[name])
     return told
 
@@ -226,6 +228,7 @@ def test_several_ranks_are_launched_with_the_same_arguments(stage: SimpleNamespa
     arguments = ["validate", "--tp", "2", "--device", "cpu"]
     assert cli.run(arguments) == 7
     assert (stage.launches, stage.runs) == ([(arguments, 2, "cpu")], [])
+    assert stage.checks == [ValidateConfig(mesh=MeshConfig(tp_size=2), device="cpu")]
 
 
 def test_a_rank_of_a_launcher_runs_its_part(stage: SimpleNamespace) -> None:
@@ -245,6 +248,30 @@ def test_only_who_starts_the_ranks_refuses_a_used_folder(stage: SimpleNamespace,
     stage.world = 2
     with pytest.raises(KeyError, match=r"commands\.train"):
         cli.run(arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("train --data broken.jsonl", r"broken.jsonl line 2 is not JSON"),
+        ("train --data other.jsonl", r'other.jsonl line 1 has no "text"'),
+        ("train --data empty.txt", r"empty.txt is empty"),
+        ("train --tokenizer .", r"tokenizer=\. holds no tokenizer"),
+        ("validate --weights text.pth", r"text.pth is damaged"),
+        ("validate --weights .", r"\. has no config.json"),
+    ],
+)
+def test_files_are_refused_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{bad\n')
+    (tmp_path / "other.jsonl").write_text('{"txt": "a"}\n')
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.pth").write_text("no pickle")
+    monkeypatch.setattr(runtime, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    with pytest.raises(TronError, match=message):
+        cli.run([*flags.split(), "--tp", "2"])
 
 
 def test_every_command_has_its_module() -> None:
