@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +65,16 @@ def _one_line(boxed: str) -> str:
             words.append(text)
         elif words:
             break
-    return " ".join(words)
+    return re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number", " ".join(words))
 
 
 def _unknown(argument: str, config: type[RunConfig]) -> TronError:
+    if argument.lower() in ("true", "false", "yes", "no", "on", "off", "0", "1"):
+        return TronError(f"the value {argument} follows a switch, which takes none", "write --switch or --no-switch")
     name = argument.lstrip("-").split("=")[0]
+    for command, other in COMMANDS.items():
+        if argument.startswith("--") and name.replace("-", "_") in fields_of(other.config):
+            return TronError(f"{argument} is a flag of {command}, not of this command", "leave it out")
     known = {flag(field): field for field in fields_of(config)} | {"--tp": "tp_size", "--config": "config"}
     hint = nearest(name, [spelled.lstrip("-").replace("-", "_") for spelled in known])
     if hint:
@@ -85,6 +91,9 @@ def parse(command: str, arguments: list[str]) -> RunConfig:
     import tyro
 
     kind = COMMANDS[command].config
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument or argument.endswith("="):
+            raise TronError(f"{argument.rstrip('=') or before or 'an argument'} was given an empty value", "give a value")
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
     try:
@@ -125,6 +134,9 @@ def run(arguments: list[str]) -> int:
         return 0
     if name == "--version":
         print(f"minimind-tron {__version__}")
+        return 0
+    if name == "env" and rest in (["--help"], ["-h"]):
+        print("usage: minimind-tron env\n\nPrint versions, device and backends, for a bug report; it takes no flags.")
         return 0
     if name == "env" and not rest:
         importlib.import_module("minimind_tron.commands.env").run()

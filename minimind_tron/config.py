@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from minimind_tron.errors import TronError
 
+# Whatever is counted here fits; more is a slip of the hand, and would end in memory that no machine has.
+LARGEST = 2**31 - 1
 DTYPES = ("float64", "float32", "bfloat16")
 Dtype = Literal["float64", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -23,7 +25,7 @@ def flag(name: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the known name closest to a misspelt one, or an empty string."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
 
 
@@ -45,6 +47,14 @@ class Config(BaseModel):
         if first["type"] == "extra_forbidden":
             return TronError(f"{name} is not a known key", nearest(name, cls.model_fields))
         return TronError(f"{name}={first['input']!r} was given: {first['msg'].lower()}", f"change {flag(name)}")
+
+    @model_validator(mode="after")
+    def _check_magnitudes(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise TronError(f"{name}={value} was given, at most {LARGEST} is wanted", f"lower {flag(name)}")
+        return self
 
     def _at_least(self, least: float, *names: str) -> None:
         for name in names:
@@ -163,8 +173,8 @@ class MeshConfig(Config):
             degrees = " x ".join(f"{name} {size}" for name, size in self.degrees.items())
             fits = model is None or cuts(model, world_size)
             raise TronError(
-                f"the launcher started {world_size} ranks, but the mesh {degrees} has {self.world_size}",
-                f"use --tp-size {world_size}, or start {self.world_size} ranks" if fits else f"start {self.world_size} ranks",
+                f"the launcher started {_ranks(world_size)}, but the mesh {degrees} has {self.world_size}",
+                f"use --tp-size {world_size}, or start {_ranks(self.world_size)}" if fits else f"start {_ranks(self.world_size)}",
             )
 
 
@@ -179,6 +189,10 @@ class StrategyConfig(Config):
     """Cut embedding, head and cross entropy over tp."""
     async_communication: bool = False
     """Hide the collective of the input gradient behind the weight gradient."""
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def cuts(model: ModelConfig, tp: int) -> bool:
@@ -315,6 +329,9 @@ class RunConfig(Config):
         """
 
 
+DEFAULT_STEPS = 1000
+
+
 class TrainConfig(RunConfig):
     """Train on text, measure held-out loss, export the model."""
 
@@ -349,6 +366,11 @@ class TrainConfig(RunConfig):
             raise TronError(f"steps={self.steps} and epochs={self.epochs} were both given", "give --steps or --epochs")
         if self.epochs is not None and self.epochs <= 0:
             raise TronError(f"epochs={self.epochs} was given, more than 0 is wanted", "change --epochs")
+        if self.epochs is None and self.optimizer.warmup_steps >= (self.steps or DEFAULT_STEPS):
+            raise TronError(
+                f"warmup_steps={self.optimizer.warmup_steps} leaves none of {self.steps or DEFAULT_STEPS} steps at the peak",
+                "lower --warmup-steps or raise --steps",
+            )
         if not self.sample_prompt:
             raise TronError("sample_prompt is empty, text to continue is wanted", "change --sample-prompt")
         _existing("data", self.data, "file")
@@ -362,7 +384,9 @@ class TrainConfig(RunConfig):
 
         Raises: TronError when it is not empty, or is a file.
         """
-        if self.output_dir.exists() and (not self.output_dir.is_dir() or any(self.output_dir.iterdir())):
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise TronError(f"output_dir={self.output_dir} is a file, a folder is wanted", "change --output-dir")
+        if self.output_dir.exists() and any(self.output_dir.iterdir()):
             raise TronError(f"output_dir={self.output_dir} holds another run", "choose an empty --output-dir")
 
 
@@ -378,9 +402,9 @@ class ValidateConfig(RunConfig):
     check_backward: bool = True
     """Compare gradients and take optimizer steps."""
     atol: float | None = None
-    """Largest absolute difference; with --rtol replaces the noise-floor rule."""
+    """With --rtol, replaces the rule: a tensor may be off by atol + rtol * its largest element."""
     rtol: float | None = None
-    """Largest relative L2 difference; with --atol replaces the noise-floor rule."""
+    """See --atol."""
     weights: Path | None = None
     """A Hugging Face Qwen3 folder, whose config.json replaces the model's flags, or a MiniMind .pth file; drawn by --seed
     unless given."""
@@ -394,6 +418,8 @@ class ValidateConfig(RunConfig):
         if self.batch.seq_len < 2:
             raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
         _existing("weights", self.weights)
+        if self.json_file is not None and (self.json_file.is_dir() or not self.json_file.parent.is_dir()):
+            raise TronError(f"json_file={self.json_file} is not a file in a folder that is there", "change --json")
         return self
 
     def check_model(self) -> None:

@@ -11,6 +11,8 @@ from minimind_tron.config import Config, ModelConfig, ValidateConfig, nearest
 from minimind_tron.errors import TronError
 
 C = TypeVar("C", bound=Config)
+# Short flags that the command line takes, too.
+ALIASES = {"tp": "tp_size", "json": "json_file"}
 # What transformers' Qwen3Config assumes for a key that a config.json leaves out.
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -58,12 +60,13 @@ def from_toml(kind: type[C], path: Path) -> C:
     Raises: TronError for a file that cannot be read, a key that is not known and a value of the wrong type.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise TronError(f"config={path} cannot be read ({error.strerror})", "change --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TronError(f"config={path} is not TOML: {error}", "mend the file") from None
     known = fields_of(kind)
+    values = {ALIASES.get(name := key.replace("-", "_"), name): value for key, value in values.items()}
     for name, value in values.items():
         if name not in known:
             raise TronError(f"{name} in {path} is not a known key", nearest(name, known) or "remove it")

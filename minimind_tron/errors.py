@@ -12,3 +12,7 @@ class TronError(Exception):
         super().__init__(f"{what}; {fix}" if fix else what)
         self.what = what
         self.fix = fix
+
+    def __reduce__(self) -> tuple[type["TronError"], tuple[str, str]]:
+        # Exceptions are pickled as their message alone, and ranks send each other this one.
+        return type(self), (self.what, self.fix)

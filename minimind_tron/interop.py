@@ -152,7 +152,7 @@ def load_weights(model: Model, path: Path) -> None:
 
     Cost: every rank reads the regions it holds, one tensor at a time, and sends nothing.
     Raises: TronError that names every missing, extra and misshapen tensor up to a handful of each, and for damaged files; nothing
-    is written then.
+    is written then. Also for a tensor with NaN or infinity, when its turn comes.
     """
     weights = dict(model.named_parameters())
     wanted = {name: layout_of(weight) for name, weight in weights.items()}
@@ -163,7 +163,10 @@ def load_weights(model: Model, path: Path) -> None:
         if tied and HEAD in given:
             _check_tied(wanted[EMBEDDING], given, path)
         for name, layout in wanted.items():
-            fill_from(weights[name], layout, given[name].read(layout.region))
+            region = given[name].read(layout.region)
+            if not region.isfinite().all():
+                raise TronError(f"{name} in {path} has elements that are NaN or infinite", "change --weights")
+            fill_from(weights[name], layout, region)
 
 
 def hugging_face_config(config: ModelConfig) -> "Qwen3Config":

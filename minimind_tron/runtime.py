@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # "<pid of the launcher>:<folder for errors>": set by launch for its workers, so that an error is told once, by the launcher.
 _LAUNCHER = "MINIMIND_TRON_LAUNCHER"
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "CUDA out of memory")
 _STOP_S = 10  # between SIGTERM and SIGKILL
 _session: World | None = None
 _sessions = 0
@@ -104,6 +106,7 @@ def launch_command(command: list[str], world_size: int, *, gpus: int = 0) -> int
             logging.disable(logging.CRITICAL)
             return _run_agent(command, world_size, errors)
     except _Stopped as stopped:
+        print(f"stopped by {signal.Signals(stopped.number).name}", file=sys.stderr, flush=True)
         return 128 + stopped.number
     finally:
         logging.disable(muted)
@@ -142,7 +145,11 @@ def say(*args: object) -> None:
     """Prints on rank 0 only; a process that no launcher started is rank 0."""
     me = _session or find_place(os.environ)
     if me is None or me.rank == 0:
-        print(*args, flush=True)
+        try:
+            print(*args, flush=True)
+        except BrokenPipeError:
+            # The reader (head, a pager) has gone. The run goes on, and so does its exit code; what is left to say goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -249,9 +256,14 @@ def _tell(records: list[dict[str, Any]], exit_codes: dict[int, int]) -> int:
     """Prints the error that came first and returns the exit code that stands for it."""
     # SIGTERM is how the agent ends the ranks that are left, and SIGABRT how a rank ends that lost a peer. A rank ended by any
     # other signal was the first to go: the errors of the rest only say that it is gone.
-    signals = {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}
-    killed = {rank: number for rank, number in signals.items() if number not in (signal.SIGTERM, signal.SIGABRT)}
+    signals: dict[int, signal.Signals] = {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}
+    killed: dict[int, signal.Signals] = {
+        rank: number for rank, number in signals.items() if number not in (signal.SIGTERM, signal.SIGABRT)
+    }
     failures = [record for record in records if record["text"]]
+    # A rank that was ended by SIGTERM from outside leaves no error but those of its peers that lost it.
+    if signals and failures and all(any(loss in record["text"] for loss in _LOST_PEER) for record in failures):
+        killed, failures = killed or dict(signals), []
     if not killed and failures:
         first = min(failures, key=lambda record: record["time_ns"])
         where = "" if first["code"] == 2 else f"rank {first['rank']} failed:\n"
@@ -271,6 +283,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        return 2, f"out of memory ({str(error).splitlines()[0][:160]}); use a smaller model, --seq-len or --micro-batch-size"
     return 1, "".join(traceback.format_exception(error))
 
 

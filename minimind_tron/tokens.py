@@ -4,6 +4,7 @@ Which samples a batch holds depends on the data, the seed and the step only; who
 elsewhere. Labels leave this file already shifted. Nothing here knows of ranks, and nothing here uses the network.
 """
 
+import codecs
 import hashlib
 import json
 import os
@@ -223,12 +224,16 @@ def _decode(raw: bytes, where: str, offset: int) -> str:
 
 def _text_of(line: bytes, where: str, offset: int) -> str:
     fix = 'every line of --data must be a JSON object with a string "text"'
+    if offset == 0:
+        line = line.removeprefix(codecs.BOM_UTF8)
     try:
         record = json.loads(_decode(line.rstrip(), where, offset))
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise TronError(f"{where} is not JSON ({reason})", fix) from error
-    if not isinstance(record, dict) or "text" not in record:
+    if not isinstance(record, dict):
+        raise TronError(f"{where} is a JSON {type(record).__name__}, not an object", fix)
+    if "text" not in record:
         raise TronError(f'{where} has no "text"', fix)
     text = record["text"]
     if not isinstance(text, str):

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from minimind_tron.config import TrainConfig
+from minimind_tron.config import DEFAULT_STEPS, TrainConfig
 from minimind_tron.errors import TronError
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
@@ -24,7 +24,6 @@ from minimind_tron.runtime import say
 from minimind_tron.step import StepResult, evaluate, train_step
 from minimind_tron.tokens import Corpus, batch_at, heldout_batches
 
-DEFAULT_STEPS = 1000
 # Without a terminal, a line at most this often: a log file is not a progress bar.
 PLAIN_INTERVAL_S = 10.0
 

@@ -113,7 +113,7 @@ MISTAKES = [
     ("train stray", "stray is not a known flag; see --help"),
     (
         "train --hidden-size wide",
-        "Error parsing --hidden-size: invalid literal for int() with base 10: 'wide'; see minimind-tron train --help",
+        "Error parsing --hidden-size: 'wide' is not a whole number; see minimind-tron train --help",
     ),
     ("train --seed", "Missing value for argument '--seed'. Expected 1 values.; see minimind-tron train --help"),
     (
@@ -272,6 +272,32 @@ def test_files_are_refused_before_ranks_are_started(
     monkeypatch.setattr(runtime, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
     with pytest.raises(TronError, match=message):
         cli.run([*flags.split(), "--tp", "2"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("train --sequence-parallel=false", "a switch, which takes none"),
+        ("train --sequence-parallel true", "a switch, which takes none"),
+        ("train --atol 3", "--atol is a flag of validate"),
+        ("validate --data x", "--data is a flag of train"),
+        ("train --frobnicate 3", "--frobnicate is not a known flag; see --help"),
+        ("train --tp 3x", "'3x' is not a whole number"),
+        ("train --steps 99999999999999", "steps=99999999999999 was given, at most 2147483647 is wanted"),
+        ("train --warmup-steps 5000 --steps 2", "leaves none of 2 steps"),
+        ("train --data=", "--data was given an empty value"),
+    ],
+)
+def test_what_a_stranger_typed(flags: str, message: str) -> None:
+    with pytest.raises(TronError) as caught:
+        cli.run(flags.split())
+    assert message in str(caught.value)
+
+
+def test_keys_of_a_file_are_spelled_as_flags_are_and_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbftp = 2\nhidden-size = 64\n")
+    config = cli.parse("train", ["--config", str(tmp_path / "run.toml")])
+    assert (config.mesh.tp_size, config.model.hidden_size) == (2, 64)
 
 
 def test_every_command_has_its_module() -> None:

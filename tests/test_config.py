@@ -445,6 +445,6 @@ def test_a_run_refuses_a_folder_that_holds_another(tmp_path: Path) -> None:
     TrainConfig(output_dir=tmp_path).check_before_start()
     TrainConfig(output_dir=tmp_path / "new").check_before_start()
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(TronError, match=r"output_dir=.* holds another run; choose an empty --output-dir"):
+    for path, message in ((tmp_path, "holds another run; choose an empty --output-dir"), (tmp_path / "file", "is a file")):
+        with pytest.raises(TronError, match=rf"output_dir=.* {message}"):
             TrainConfig(output_dir=path).check_before_start()

@@ -161,7 +161,8 @@ def test_signals_to_the_launcher_leave_nothing_behind(bare, tmp_path, number, ex
     wait_for_workers(tmp_path, 2)
     process.send_signal(number)
     code, _, err = finish(process)
-    assert (code, err) == (expected, "")
+    said = "" if number == signal.SIGKILL else f"stopped by {number.name}\n"
+    assert (code, err) == (expected, said)
     assert_all_gone(tmp_path, 2)
 
 
@@ -320,6 +321,31 @@ def test_the_first_error_is_told(capsys):
     assert runtime._tell([], {0: -signal.SIGTERM, 1: 2}) == 2
     assert runtime._tell([], {0: -signal.SIGTERM, 1: -signal.SIGTERM}) == 1
     assert capsys.readouterr().err == "rank 0 was ended by SIGTERM\n"
+
+
+def test_a_rank_ended_from_outside_is_named_not_the_peers_that_lost_it(capsys):
+    lost = {"rank": 0, "code": 1, "text": "RuntimeError: Connection reset by peer", "time_ns": 5}
+    assert runtime._tell([lost], {0: 1, 1: -signal.SIGTERM}) == 1
+    assert capsys.readouterr().err == "rank 1 was ended by SIGTERM\n"
+    first = {"rank": 1, "code": 1, "text": "ValueError: mine", "time_ns": 9}
+    assert runtime._tell([lost, first], {0: 1, 1: 1, 2: -signal.SIGTERM}) == 1
+    assert "SIGTERM" not in capsys.readouterr().err
+
+
+def test_memory_that_is_not_there_is_a_mistake_in_one_line():
+    code, text = runtime._explain(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 64 bytes"))
+    assert (code, text.count("\n")) == (2, 0)
+    assert "--micro-batch-size" in text
+    assert runtime._explain(RuntimeError("shapes differ"))[0] == 1
+
+
+def test_a_reader_that_goes_away_does_not_change_the_exit_code():
+    script = "from minimind_tron.runtime import say\nfor _ in range(20000): say('x' * 50)\nimport sys; sys.exit(7)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 7
 
 
 def test_the_environment_report_names_what_matters(bare):

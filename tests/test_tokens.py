@@ -300,7 +300,7 @@ def test_held_out_lines_are_the_last(tmp_path: Path) -> None:
         ("1" * 5000, "line 3 is not JSON"),
         ("[" * 100000, "line 3 is not JSON"),
         ('{"txt": "a"}', 'line 3 has no "text"'),
-        ('"text"', 'line 3 has no "text"'),
+        ('"text"', "line 3 is a JSON str, not an object"),
         ('{"text": 7}', "line 3 has a .text. of type int"),
         ('{"text": null}', "line 3 has a .text. of type NoneType"),
         (r'{"text": "\ud800"}', "line 3 has a .text. with half a surrogate pair"),
@@ -422,3 +422,15 @@ def test_a_batch_is_frozen() -> None:
     batch = Batch(torch.zeros(1, 1), torch.zeros(1, 1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.ids_BS = batch.labels_BS  # type: ignore[misc]
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\n{"text": "def"}\n')
+    corpus = load_corpus(tmp_path / "a.jsonl", BYTES, 4)
+    assert corpus.train.sample(0)[0].tolist() == [*b"abc", 0]
+
+
+def test_a_line_that_is_no_object_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[1, 2]\n")
+    with pytest.raises(TronError, match="line 1 is a JSON list, not an object"):
+        load_corpus(tmp_path / "a.jsonl", BYTES, 4)

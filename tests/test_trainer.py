@@ -67,7 +67,7 @@ def config_for(data: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "model": MODEL,
         "batch": BATCH,
-        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2},
         "data": data,
         "steps": 6,
         "log_interval": 1,
@@ -161,7 +161,7 @@ def test_epochs_become_steps(tmp_path: Path, epochs: float, samples: int, steps:
 
 def test_steps_default_to_a_thousand(tmp_path: Path) -> None:
     assert count_steps(config_for(text_file(tmp_path), steps=None), 8) == 1000
-    assert count_steps(config_for(text_file(tmp_path), steps=3), 8) == 3
+    assert count_steps(config_for(text_file(tmp_path), steps=7), 8) == 7
 
 
 def test_an_epoch_sees_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

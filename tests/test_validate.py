@@ -18,6 +18,7 @@ from minimind_tron import collectives, model, optim
 from minimind_tron.commands import validate
 from minimind_tron.config import BatchConfig, MeshConfig, ModelConfig, OptimizerConfig, StrategyConfig, ValidateConfig
 from minimind_tron.errors import TronError
+from minimind_tron.interop import save_hugging_face
 from minimind_tron.judge import EXACT, Judge, Report, Run
 from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Mesh
@@ -393,3 +394,68 @@ def test_labels_are_uneven_and_the_last_always_counts() -> None:
 def test_one_position_is_refused() -> None:
     with pytest.raises(TronError, match="--seq-len 2"):
         config_of(seq_len=1)
+
+
+# What a stranger found: ill-conditioned training, weights that prove nothing, a report that cannot be written.
+
+TINY = {"kv_heads": 1, "seq_len": 7, "samples": 2}
+
+
+def trained_hard(steps: int, **others: Any) -> ValidateConfig:
+    return config_of(**TINY, steps=steps, optimizer=OptimizerConfig(learning_rate=0.02), **others)
+
+
+def test_training_that_amplifies_rounding_is_not_called_a_bug() -> None:
+    report = on_rank(trained_hard(60))
+    assert report.passed, validate.verdict(report)
+
+
+def test_training_that_makes_another_model_of_rounding_is_refused() -> None:
+    with pytest.raises(TronError, match=r"rounding alone moves .* neither PASS nor FAIL"):
+        on_rank(trained_hard(200))
+
+
+def moved_limit_with_bug(config: ValidateConfig) -> Report:
+    with without_sums("q_norm", "k_norm"):
+        return on_rank(config)
+
+
+def test_a_bug_is_caught_although_the_exact_rule_looks_at_conditioning(pool: Pools) -> None:
+    report = pool(2).run(moved_limit_with_bug, config_of(tp=2))[0]
+    failed = [finding for finding in report.findings if not finding.passed]
+    assert failed[0].limit == EXACT
+    assert failed[0].floor is not None, "the second look was taken"
+
+
+def refused(config: ValidateConfig) -> str:
+    try:
+        on_rank(config)
+    except TronError as error:
+        return f"{error.what}|{error.fix}"
+    return "not refused"
+
+
+def saved(folder: Path, value: float) -> Path:
+    built = Model(config_of().model)
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.fill_(value)
+    save_hugging_face(built, folder)
+    return folder
+
+
+def test_weights_that_prove_nothing_are_refused_on_every_rank(pool: Pools, tmp_path: Path) -> None:
+    zeros, nans = saved(tmp_path / "zeros", 0.0), saved(tmp_path / "nans", float("nan"))
+    assert all("every logit is 0" in text for text in pool(2).run(refused, config_of(tp=2, weights=zeros)))
+    assert all("NaN or infinite" in text for text in pool(2).run(refused, config_of(tp=2, weights=nans)))
+
+
+def test_a_report_is_json_whatever_it_found() -> None:
+    report = judged(changed(losses=[float("nan")]))
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("path", [Path("/nowhere/report.json"), Path("/")])
+def test_a_report_that_cannot_be_written_is_refused_first(path: Path) -> None:
+    with pytest.raises(TronError, match="--json"):
+        config_of(json_file=path)

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from minimind_tron.collectives import gather_copies, gather_whole, share
 from minimind_tron.config import MeshConfig, StrategyConfig, ValidateConfig
 from minimind_tron.config_files import flatten
+from minimind_tron.errors import TronError
 from minimind_tron.interop import load_weights
-from minimind_tron.judge import Finding, Judge, Plan, Report, Run, record, rounding_shifts
+from minimind_tron.judge import EXACT, Finding, Judge, Plan, Report, Run, record, rounding_shifts
 from minimind_tron.layout import initialise, layout_of
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
@@ -90,8 +93,9 @@ def differing_copies(model: Model) -> list[str]:
         cut, tp = layout_of(weight).cut, model.mesh.tp
         parts = cut.parts if cut else 1
         copies = gather_copies(weight.detach(), tp)
-        firsts = [copies[rank * parts // tp.size * tp.size // parts] for rank in range(tp.size)]
-        if not all(torch.equal(copy, first) for copy, first in zip(copies, firsts, strict=True)):
+        bits = [copy.contiguous().view(torch.uint8) for copy in copies]
+        firsts = [bits[rank * parts // tp.size * tp.size // parts] for rank in range(tp.size)]
+        if not all(torch.equal(copy, first) for copy, first in zip(bits, firsts, strict=True)):
             differ.append(name)
     return differ
 
@@ -115,7 +119,28 @@ def _look(who: str, interval: int, what: str) -> None:
         say(f"  {who}: {what}")
 
 
-def _dense_subject(config: ValidateConfig, dtype: str, device: torch.device, shifts: dict[str, float]) -> DenseSubject:
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done to the dense model to see how far rounding goes: gradients shifted, weights moved by a relative amount."""
+
+    name: str = ""
+    shifts: dict[str, float] | None = None
+    moved_by: float = 0.0
+
+
+UNDISTURBED = Disturbance()
+
+
+@torch.no_grad()
+def _move(weights: Iterable[Tensor], by: float) -> None:
+    """Make every element larger or smaller by a relative amount, at random, the same way each time."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights:
+        signs = torch.randint(0, 2, weight.shape, generator=generator).mul_(2).sub_(1)
+        weight.mul_(1 + by * signs.to(weight))
+
+
+def _dense_subject(config: ValidateConfig, dtype: str, device: torch.device, disturbed: Disturbance) -> DenseSubject:
     qwen3 = build_qwen3(config.model, getattr(torch, dtype), device)
     if config.weights:
         load_qwen3(qwen3, config.weights)
@@ -123,12 +148,14 @@ def _dense_subject(config: ValidateConfig, dtype: str, device: torch.device, shi
         drawn = Model(config.model)
         initialise(drawn, config.seed, SPREAD)
         qwen3.load_state_dict(drawn.state_dict(), strict=False)
-    return DenseSubject(qwen3, config.optimizer, config.batch.micro_batch_size, shifts)
+    if disturbed.moved_by:
+        _move(qwen3.parameters(), disturbed.moved_by)
+    return DenseSubject(qwen3, config.optimizer, config.batch.micro_batch_size, disturbed.shifts)
 
 
-def _dense_run(config: ValidateConfig, dtype: str, device: torch.device, shifts: dict[str, float], who: str) -> Run:
-    look = partial(_look, f"{who} in {dtype}", config.log_interval)
-    subject = _dense_subject(config, dtype, device, shifts)
+def _dense_run(config: ValidateConfig, dtype: str, device: torch.device, disturbed: Disturbance = UNDISTURBED) -> Run:
+    look = partial(_look, f"transformers{disturbed.name} in {dtype}", config.log_interval)
+    subject = _dense_subject(config, dtype, device, disturbed)
     return record(subject, partial(batch_of, config), plan_of(config), look)
 
 
@@ -138,18 +165,29 @@ def dense_runs(config: ValidateConfig, device: torch.device) -> tuple[Run, Run]:
 
     ``config`` has no mesh and no strategy in it, so that the cache finds it again.
     """
-    oracle = _dense_run(config, "float64", device, {}, "transformers")
-    return oracle, oracle if config.dtype == "float64" else _dense_run(config, config.dtype, device, {}, "transformers")
+    oracle = _dense_run(config, "float64", device)
+    if not oracle.logits[0].any():
+        raise TronError("every logit is 0 with these weights, and nothing is proven by comparing zeros", "change --weights")
+    return oracle, oracle if config.dtype == "float64" else _dense_run(config, config.dtype, device)
 
 
 @lru_cache(maxsize=2)
 def _shifted_run(config: ValidateConfig, device: torch.device) -> Run:
     shifts = rounding_shifts(*dense_runs(config, device))
-    return _dense_run(config, "float64", device, shifts, "transformers, gradients shifted by their rounding,")
+    return _dense_run(config, "float64", device, Disturbance(", gradients shifted by their rounding,", shifts))
+
+
+@lru_cache(maxsize=2)
+def _moved_run(config: ValidateConfig, device: torch.device) -> Run:
+    by = 4 * torch.finfo(torch.float64).eps
+    return _dense_run(config, "float64", device, Disturbance(", weights moved by rounding,", moved_by=by))
 
 
 def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: torch.device) -> Report:
-    """Judge a parallel run; the floor for what comes after AdamW is measured a second time if only that is beyond its limit."""
+    """Judge a parallel run; where it is beyond a limit, see first what rounding alone does to this model and this training.
+
+    Raises: TronError when rounding alone makes another model of it, so that neither PASS nor FAIL would mean anything.
+    """
     bare = {"mesh": MeshConfig(), "strategy": StrategyConfig(), "json_file": None, "atol": None, "rtol": None}
     reference, dtype = config.model_copy(update=bare), getattr(torch, config.dtype)
     oracle, dense = dense_runs(reference, device)
@@ -157,6 +195,14 @@ def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: t
     if report.rule == "noise floor" and report.only_after_adamw:
         shifted = _shifted_run(reference, device)
         report = Judge(oracle, dense, ours, dtype, shifted=shifted).report(copies_differ)
+    if report.rule == "exact" and not report.passed:
+        report = Judge(oracle, dense, ours, dtype, moved=_moved_run(reference, device)).report(copies_differ)
+    hopeless = report.hopeless(torch.finfo(dtype).eps) if report.rule != "tolerance" else None
+    if hopeless:
+        raise TronError(
+            f"rounding alone moves {hopeless.name} by {hopeless.floor:.1%} here, so neither PASS nor FAIL would mean anything",
+            "lower --learning-rate or --optimizer-steps, or use a wider --dtype",
+        )
     return report
 
 
@@ -178,11 +224,18 @@ def validate(config: ValidateConfig, mesh: Mesh, device: torch.device) -> Report
     Cost: rank 0 runs the dense model in float64, and in the chosen dtype if that is another, while the others wait.
     """
     ours, copies_differ = parallel_run(config, mesh, device)
-    report = None
+    verdict: Report | TronError | None = None
     if mesh.rank == 0:
-        with all_cores():
-            report = judge(config, ours, copies_differ, device)
-    return share(report, mesh)
+        try:
+            with all_cores():
+                verdict = judge(config, ours, copies_differ, device)
+        except TronError as error:
+            verdict = error
+    verdict = share(verdict, mesh)
+    if isinstance(verdict, TronError):
+        raise verdict
+    assert verdict is not None, "rank 0 came to no verdict"
+    return verdict
 
 
 def _line(finding: Finding) -> str:
@@ -219,12 +272,15 @@ def verdict(report: Report) -> str:
         return f"PASS  {report.rule}: nearest to its limit is {_against_limit(report.worst)}"
     failed = [finding for finding in report.findings if not finding.passed]
     first = _against_limit(failed[0]) if failed else f"copies of {report.copies_differ[0]} differ between ranks"
-    count = len(failed) + len(report.copies_differ)
+    copies = f" and {len(report.copies_differ)} parameters' copies" if report.copies_differ else ""
     worst = f", worst {_against_limit(report.worst)}" if len(failed) > 1 else ""
-    return f"FAIL  {report.rule}: {count} of {len(report.findings)} checks, first {first}{worst}"
+    return f"FAIL  {report.rule}: {len(failed)} of {len(report.findings)} checks{copies}, first {first}{worst}"
 
 
 def _against_limit(finding: Finding) -> str:
+    if finding.floor and finding.ratio is None and finding.limit > EXACT:
+        moved = f"rounding alone moves it by {finding.floor:.2e}"
+        return f"{finding.name}, {finding.error:.2e}; {moved} (limit {finding.limit:.2e})"
     if finding.ratio is not None:
         return f"{finding.name}, {finding.ratio:.2f} times the noise floor {finding.floor:.2e} (limit {finding.limit})"
     if finding.kind == "parameter" and math.isinf(finding.error):
