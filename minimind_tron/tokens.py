@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minimind_tron.errors import TronError
 from minimind_tron.parallel.vocab import IGNORED
-from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer  # noqa: F401
+from minimind_tron.tokenizer import Tokenizer
 
 _PIECE_BYTES = 1 << 20
 _MEASURED_SAMPLES = 512

@@ -12,7 +12,7 @@ Cost: those of the plain entries; regathered, one all-gather of S*B*D more in th
 Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2, for the second gather.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from minimind_tron.collectives import (
+    Pending,
     all_gather,
     reduce_scatter,
     start_all_gather,
@@ -53,6 +54,14 @@ def _parameter_gradients(ctx: Any, dys: Sequence[Tensor], x_SBD: Tensor) -> list
     return found
 
 
+def _hidden_backward(ctx: Any, dys: tuple[Tensor, ...], start: Callable[[Tensor, Axis], Pending]) -> tuple[Optional, ...]:
+    """Input gradient, its collective, the weight gradients beside it; the whole input was kept."""
+    x_SBD, weights, grads = _saved(ctx, dys)
+    dx = start(input_gradient(grads, weights), ctx.axis)
+    found = _parameter_gradients(ctx, grads, x_SBD)
+    return dx.wait(), None, *found
+
+
 class HiddenReduce(Function):
     """TP entry: backward all-reduces the input gradient beside the weight gradients."""
 
@@ -62,10 +71,7 @@ class HiddenReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
-        x_SBD, weights, grads = _saved(ctx, dys)
-        dx = start_all_reduce(input_gradient(grads, weights), ctx.axis)
-        found = _parameter_gradients(ctx, grads, x_SBD)
-        return dx.wait(), None, *found
+        return _hidden_backward(ctx, dys, start_all_reduce)
 
 
 class HiddenScatter(Function):
@@ -78,10 +84,7 @@ class HiddenScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
-        x_SBD, weights, grads = _saved(ctx, dys)
-        dx = start_reduce_scatter(input_gradient(grads, weights), ctx.axis)
-        found = _parameter_gradients(ctx, grads, x_SBD)
-        return dx.wait(), None, *found
+        return _hidden_backward(ctx, dys, start_reduce_scatter)
 
 
 class Regathered(Function):
