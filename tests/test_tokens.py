@@ -88,7 +88,7 @@ def test_saved_byte_tokenizer_is_the_same_for_transformers(tmp_path: Path) -> No
 
 
 def test_the_byte_tokenizer_needs_no_transformers() -> None:
-    code = "import sys; from minimind_tron.tokens import load_corpus; from minimind_tron.tokenizer import load_tokenizer; load_corpus(None, load_tokenizer(None), 64);"
+    code = "import sys; from minimind_tron import tokenizer, tokens; tokens.load_corpus(None, tokenizer.load_tokenizer(None), 64);"
     code += "print([m for m in ('transformers', 'tokenizers', 'datasets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
