@@ -66,8 +66,11 @@ def test_sharing() -> None:
 def test_a_mismatch_names_degrees_product_and_a_valid_choice(tp: int, world: int) -> None:
     with pytest.raises(TronError) as error:
         build_mesh(MeshConfig(tp_size=tp), 0, world)
-    assert error.value.what == f"the launcher started {world} ranks, but the mesh dp 1 x pp 1 x cp 1 x tp {tp} has {tp}"
-    assert error.value.fix == f"use --tp-size {world}, or start {tp} ranks"
+    assert (
+        error.value.what
+        == f"the launcher started {world} rank{'s' * (world != 1)}, but the mesh dp 1 x pp 1 x cp 1 x tp {tp} has {tp}"
+    )
+    assert error.value.fix == f"use --tp-size {world}, or start {tp} rank{'s' * (tp != 1)}"
     MeshConfig(tp_size=world).check_world(world)
 
 
