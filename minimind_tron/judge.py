@@ -165,9 +165,14 @@ class Report:
         return 0 if self.passed else 1
 
     def hopeless(self, eps: float) -> Finding | None:
-        """The first finding whose floor is so high that neither a pass nor a failure would mean anything."""
+        """The first finding whose floor is so high that neither a pass nor a failure would mean anything.
+
+        None when a finding with a low floor failed: that failure stands, whatever rounding did to others.
+        """
         least = max(HOPELESS, HOPELESS_EPS * eps)
-        return next((f for f in self.findings if f.floor is not None and f.floor > least), None)
+        lost = [f for f in self.findings if f.floor is not None and f.floor > least]
+        sound_failure = any(not f.passed and f not in lost for f in self.findings)
+        return lost[0] if lost and not sound_failure and not self.copies_differ else None
 
     @property
     def worst(self) -> Finding:

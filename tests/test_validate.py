@@ -415,6 +415,16 @@ def test_training_that_makes_another_model_of_rounding_is_refused() -> None:
         on_rank(trained_hard(200))
 
 
+def test_a_failure_before_training_stands_although_training_loses_itself() -> None:
+    lost = changed(logits={**a_run().logits, 2: a_run().logits[2] * 2})
+    wrong = changed(logits={**lost.logits, 0: a_run().logits[0] * 2})
+    eps = torch.finfo(torch.float32).eps
+    hopeless = Judge(a_run(), lost, lost, torch.float32).report([])
+    assert (found := hopeless.hopeless(eps)) is not None
+    assert found.name == "logits after step 2"
+    assert Judge(a_run(), lost, wrong, torch.float32).report([]).hopeless(eps) is None
+
+
 def moved_limit_with_bug(config: ValidateConfig) -> Report:
     with without_sums("q_norm", "k_norm"):
         return on_rank(config)
