@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from minimind_tron import __version__
-from minimind_tron.config import RunConfig, TrainConfig, ValidateConfig, flag, nearest
+from minimind_tron.config import flag, nearest
 from minimind_tron.config_files import fields_of, from_toml, with_weights
 from minimind_tron.errors import TronError
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 @dataclass
 class Entry:
-    """One collective of one rank: bytes are those a rank sends in a ring, times are of ``time.perf_counter``."""
+    """One collective or message of one rank: bytes are those a rank sends (in a ring), times are of ``time.perf_counter``.
+
+    ``action`` is what the pipeline was doing, empty between actions.
+    """
 
     axis: str
     kind: str
@@ -33,9 +37,11 @@ class Entry:
     backward: bool
     start_s: float
     end_s: float = 0.0
+    action: str = ""
 
 
 _ledger: list[Entry] | None = None
+_action = ""
 
 
 @contextmanager
@@ -54,11 +60,22 @@ def ledger() -> Iterator[list[Entry]]:
         _ledger = None
 
 
-def _book(axis: Axis, kind: str, sent_bytes: float) -> Entry | None:
+@contextmanager
+def booked_under(action: str) -> Iterator[None]:
+    """Note in the ledger's entries what was being done."""
+    global _action
+    _action = action
+    try:
+        yield
+    finally:
+        _action = ""
+
+
+def _book(axis: Axis, kind: str, sent_bytes: float, backward: bool | None = None) -> Entry | None:
     if _ledger is None:
         return None
-    in_backward = torch._C._current_graph_task_id() != -1
-    entry = Entry(axis.name, kind, int(sent_bytes), in_backward, time.perf_counter())
+    in_backward = torch._C._current_graph_task_id() != -1 if backward is None else backward
+    entry = Entry(axis.name, kind, int(sent_bytes), in_backward, time.perf_counter(), action=_action)
     _ledger.append(entry)
     return entry
 
@@ -152,6 +169,55 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What a message between two ranks is: its shape, dtype and device, its tag, and whether it belongs to the backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tag: int
+    backward: bool
+
+
+def start_send(x: Tensor, parcel: Parcel, axis: Axis, peer: int) -> Pending:
+    """Begin to send a tensor to a rank of an axis; it must not change before ``wait`` returns, when it was received.
+
+    Cost: the tensor's bytes.
+    """
+    return start_exchange(x, parcel, None, axis, peer)[0]
+
+
+def start_receive(parcel: Parcel, axis: Axis, peer: int) -> Pending:
+    """Begin to receive a tensor from a rank of an axis."""
+    return start_exchange(None, None, parcel, axis, peer)[1]
+
+
+def start_exchange(
+    x: Tensor | None, sent: Parcel | None, received: Parcel | None, axis: Axis, peer: int
+) -> tuple[Pending, Pending]:
+    """Begin to send to and to receive from one rank of an axis, posted together.
+
+    Cost: the bytes of the tensor that is sent.
+    """
+    operations, pending = [], []
+    if x is not None and sent is not None:
+        outgoing = _wire(x, axis)
+        entry = _book(axis, "send", _bytes(outgoing), sent.backward)
+        operations.append(dist.P2POp(dist.isend, outgoing, axis.ranks[peer], axis.group, sent.tag))
+        pending.append(partial(Pending, lambda: x, entry=entry, keep=(outgoing,)))
+    if received is not None:
+        shared = received.device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
+        buffer = torch.empty(received.shape, dtype=received.dtype, device="cpu" if shared else received.device)
+        entry = _book(axis, "receive", 0, received.backward)
+        operations.append(dist.P2POp(dist.irecv, buffer, axis.ranks[peer], axis.group, received.tag))
+        pending.append(partial(Pending, lambda: buffer.to(received.device), entry=entry))
+    works = dist.batch_isend_irecv(operations)
+    # gloo gives a work for each operation, nccl one for all of them.
+    started = [make(work=works[min(i, len(works) - 1)]) for i, make in enumerate(pending)]
+    return started[0], started[-1]
+
+
 def shard(x: Tensor, axis: Axis) -> Tensor:
     """This rank's equal part of dim 0, as a view; nothing is sent."""
     return x.chunk(axis.size)[axis.rank]
@@ -168,6 +234,34 @@ def gather_whole(local: Tensor, layout: Layout) -> Tensor:
     Shapes: layout.local_shape -> layout.shape. Cost: a rank sends n-1 times its local tensor.
     """
     return layout.join(gather_copies(local, layout.cut.axis) if layout.cut else [local])
+
+
+def gather_objects(thing: Any, axis: Axis) -> list[Any]:
+    """The objects of all ranks of an axis, in coordinate order; for reports and names, not for tensors of a model."""
+    if axis.size == 1:
+        return [thing]
+    things = [None] * axis.size
+    dist.all_gather_object(things, thing, axis.group)
+    return things
+
+
+def gather_named(named: dict[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+    """The tensors that the ranks of an axis have between them, on every rank; of a name that several have, the first rank's.
+
+    Cost: a broadcast of every tensor, one after the other, and one of names and shapes.
+    """
+    if axis.size == 1:
+        return named
+    found: dict[str, Tensor] = {}
+    kinds = gather_objects({name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in named.items()}, axis)
+    for rank, theirs in enumerate(kinds):
+        for name, (shape, dtype, device) in theirs.items():
+            if name not in found:
+                mine = named[name] if rank == axis.rank else torch.empty(shape, dtype=dtype, device=device)
+                buffer = _wire(mine.detach(), axis)
+                dist.broadcast(buffer, axis.ranks[rank], axis.group)
+                found[name] = buffer.to(mine.device)
+    return found
 
 
 def share(thing: Any, mesh: Mesh) -> Any:

@@ -3,7 +3,6 @@
 import difflib
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
@@ -16,6 +15,7 @@ LARGEST = 2**31 - 1
 DTYPES = ("float64", "float32", "bfloat16")
 Dtype = Literal["float64", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
 
 def flag(name: str) -> str:
@@ -148,16 +148,18 @@ class MeshConfig(Config):
 
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
     """Ranks that share every matrix (tensor parallelism)."""
+    pp_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
+    """Stages that the layers are cut into (pipeline parallelism)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._at_least(1, "tp_size")
+        self._at_least(1, "tp_size", "pp_size")
         return self
 
     @property
     def degrees(self) -> dict[str, int]:
         """The size of every axis, outermost first."""
-        return {"dp": 1, "pp": 1, "cp": 1, "tp": self.tp_size}
+        return {"dp": 1, "pp": self.pp_size, "cp": 1, "tp": self.tp_size}
 
     @property
     def world_size(self) -> int:
@@ -171,10 +173,11 @@ class MeshConfig(Config):
         """
         if world_size != self.world_size:
             degrees = " x ".join(f"{name} {size}" for name, size in self.degrees.items())
-            fits = model is None or cuts(model, world_size)
+            tp, rest = divmod(world_size, self.pp_size)
+            fits = not rest and (model is None or cuts(model, tp))
             raise TronError(
                 f"the launcher started {_ranks(world_size)}, but the mesh {degrees} has {self.world_size}",
-                f"use --tp-size {world_size}, or start {_ranks(self.world_size)}" if fits else f"start {_ranks(self.world_size)}",
+                f"use --tp-size {tp}, or start {_ranks(self.world_size)}" if fits else f"start {_ranks(self.world_size)}",
             )
 
 
@@ -189,6 +192,70 @@ class StrategyConfig(Config):
     """Cut embedding, head and cross entropy over tp."""
     async_communication: bool = False
     """Hide the collective of the input gradient behind the weight gradient."""
+
+
+def virtual_stages_of(schedule: ScheduleName, asked: int | None) -> int:
+    """Chunks of the model that a schedule gives each stage.
+
+    Raises: TronError for a number the schedule does not have.
+    """
+    usual = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    if asked is None or asked == usual or (schedule == "interleaved" and asked >= 1):
+        return asked or usual
+    fix = f"use --virtual-stages {usual}" + (", or --pp-schedule interleaved" if asked > 1 else "")
+    raise TronError(f"virtual_stages={asked} was given, but {schedule} has {usual} a stage", fix)
+
+
+class PipelineConfig(Config):
+    """Which layers are where, and in what order microbatches go through them; never what is computed."""
+
+    pp_schedule: ScheduleName = "1f1b"
+    """Order of forwards and backwards; with one stage, too."""
+    virtual_stages: int | None = None
+    """Chunks of the model on each stage: any number for interleaved (2 unless given), 2 for zb-v, 1 for the others."""
+    pp_layout: str | None = None
+    """Layers of every chunk, in the order of the model, such as 3,5,4,4; balanced by estimated cost unless given."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._at_least(1, "virtual_stages")
+        virtual_stages_of(self.pp_schedule, self.virtual_stages)
+        if self.pp_layout is not None and not all(part.strip().isdigit() for part in self.pp_layout.split(",")):
+            raise TronError(
+                f"pp_layout={self.pp_layout!r} was given, numbers of layers such as 3,5,4,4 are wanted", "change --pp-layout"
+            )
+        return self
+
+    @property
+    def chunks_a_stage(self) -> int:
+        """Chunks of the model on each stage."""
+        return virtual_stages_of(self.pp_schedule, self.virtual_stages)
+
+    @property
+    def layers(self) -> list[int] | None:
+        """Layers of every chunk as given by hand."""
+        return None if self.pp_layout is None else [int(part) for part in self.pp_layout.split(",")]
+
+
+def check_depth(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> None:
+    """Refuse a model that cannot be cut into so many chunks, and a cut by hand that is not one.
+
+    Raises: TronError.
+    """
+    layers, chunks, given = model.num_hidden_layers, stages * pipeline.chunks_a_stage, pipeline.layers
+    pieces = f"pp={stages}" + (f" x virtual_stages={pipeline.chunks_a_stage}" if pipeline.chunks_a_stage > 1 else "")
+    if chunks > layers:
+        fewer = layers // pipeline.chunks_a_stage
+        fix = f"use --pp-size {fewer} or fewer" if fewer else "use --pp-schedule 1f1b"
+        raise TronError(f"num_hidden_layers={layers} cannot be cut over {pieces}: every chunk holds a layer", fix)
+    if given is None:
+        return
+    if len(given) != chunks:
+        raise TronError(f"pp_layout={pipeline.pp_layout} has {len(given)} parts, {pieces} has {chunks}", "change --pp-layout")
+    if sum(given) != layers:
+        raise TronError(f"pp_layout={pipeline.pp_layout} has {sum(given)} layers, num_hidden_layers={layers}", "change --pp-layout")
+    if 0 in given:
+        raise TronError(f"pp_layout={pipeline.pp_layout} leaves a chunk without a layer", "change --pp-layout")
 
 
 def _ranks(count: int) -> str:
@@ -227,10 +294,18 @@ class BatchConfig(Config):
     """Samples an optimizer step, whatever the mesh; the microbatch size unless given."""
     micro_batch_size: int = 2
     """Samples a forward pass; global batch / micro batch passes make a step."""
+    num_microbatches: int | None = None
+    """Another way to say the global batch size: so many microbatches; both given must agree."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._at_least(1, "seq_len", "global_batch_size", "micro_batch_size")
+        self._at_least(1, "seq_len", "global_batch_size", "micro_batch_size", "num_microbatches")
+        if self.num_microbatches and self.samples != (said := self.num_microbatches * self.micro_batch_size):
+            raise TronError(
+                f"num_microbatches={self.num_microbatches} of micro_batch_size={self.micro_batch_size} make {said} samples, "
+                f"but global_batch_size={self.global_batch_size}",
+                "give one of --num-microbatches and --global-batch-size",
+            )
         if self.samples % self.micro_batch_size:
             low = self.samples // self.micro_batch_size * self.micro_batch_size
             sizes = [str(size) for size in (low, low + self.micro_batch_size) if size]
@@ -243,7 +318,12 @@ class BatchConfig(Config):
     @property
     def samples(self) -> int:
         """Samples in the global batch."""
-        return self.global_batch_size or self.micro_batch_size
+        return self.global_batch_size or self.micro_batch_size * (self.num_microbatches or 1)
+
+    @property
+    def passes(self) -> int:
+        """Microbatches in the global batch."""
+        return self.samples // self.micro_batch_size
 
 
 class OptimizerConfig(Config):
@@ -284,157 +364,3 @@ class OptimizerConfig(Config):
     def floor(self) -> float:
         """Learning rate at the end of the schedule."""
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
-
-
-def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> None:
-    if path is not None and not path.exists():
-        raise TronError(f"{name}={path} is not there, a {kinds} is wanted", f"change {flag(name)}")
-
-
-class RunConfig(Config):
-    """What train and validate have in common: a model, on a mesh, on a device."""
-
-    model: ModelConfig = ModelConfig()
-    mesh: MeshConfig = MeshConfig()
-    strategy: StrategyConfig = StrategyConfig()
-    batch: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    seed: int = 42
-    """Decides the weights at step 0 and the order of the samples."""
-    device: Device = "auto"
-    """auto takes the GPU where there is one."""
-
-    @model_validator(mode="after")
-    def _check_run(self) -> Self:
-        self._at_least(0, "seed")
-        self.check_model()
-        return self
-
-    def check_model(self) -> None:
-        """Refuse a model that the mesh cannot cut, and samples longer than its positions.
-
-        Raises: TronError.
-        """
-        check_cut(self.model, self.mesh)
-        if self.batch.seq_len > self.model.max_position_embeddings:
-            raise TronError(
-                f"seq_len={self.batch.seq_len} is beyond max_position_embeddings={self.model.max_position_embeddings}",
-                "lower --seq-len or raise --max-position-embeddings",
-            )
-
-    def check_before_start(self) -> None:
-        """What only the process that starts the ranks, or rank 0, may ask; see the commands.
-
-        Raises: TronError.
-        """
-
-
-DEFAULT_STEPS = 1000
-
-
-class TrainConfig(RunConfig):
-    """Train on text, measure held-out loss, export the model."""
-
-    data: Path | None = None
-    """A .txt file or a .jsonl file of {"text": ...}; the standard library's sources unless given."""
-    tokenizer: Path | None = None
-    """A Hugging Face tokenizer folder; bytes unless given."""
-    output_dir: Path = Path("out/train")
-    """Where metrics, the loss curve and the model go; must not hold another run."""
-    dtype: Literal["float64", "float32"] = "float32"
-    """Type of weights, activations and messages."""
-    steps: int | None = None
-    """Optimizer steps; 1000 unless --epochs is given."""
-    epochs: float | None = None
-    """Passes over the training samples, instead of --steps."""
-    log_interval: int = 10
-    """Steps between two lines in the metrics file."""
-    eval_interval: int = 200
-    """Steps between two measurements of the held-out loss; the last step always has one."""
-    eval_batches: int = 16
-    """Microbatches of held-out text a measurement takes."""
-    sample_tokens: int = 200
-    """Length of the greedy sample at the end; 0 for none."""
-    sample_prompt: str = "def "
-    """What the greedy sample continues."""
-
-    @model_validator(mode="after")
-    def _check_train(self) -> Self:
-        self._at_least(1, "steps", "log_interval", "eval_interval", "eval_batches")
-        self._at_least(0, "sample_tokens")
-        if self.steps is not None and self.epochs is not None:
-            raise TronError(f"steps={self.steps} and epochs={self.epochs} were both given", "give --steps or --epochs")
-        if self.epochs is not None and self.epochs <= 0:
-            raise TronError(f"epochs={self.epochs} was given, more than 0 is wanted", "change --epochs")
-        if self.epochs is None and self.optimizer.warmup_steps >= (self.steps or DEFAULT_STEPS):
-            raise TronError(
-                f"warmup_steps={self.optimizer.warmup_steps} leaves none of {self.steps or DEFAULT_STEPS} steps at the peak",
-                "lower --warmup-steps or raise --steps",
-            )
-        if not self.sample_prompt:
-            raise TronError("sample_prompt is empty, text to continue is wanted", "change --sample-prompt")
-        _existing("data", self.data, "file")
-        if self.data is not None and self.data.is_file() and not self.data.stat().st_size:
-            raise TronError(f"data={self.data} is empty", "set --data to a .txt or .jsonl file with text")
-        _existing("tokenizer", self.tokenizer, "folder")
-        return self
-
-    def check_before_start(self) -> None:
-        """Refuse an output folder that another run has written to.
-
-        Raises: TronError when it is not empty, or is a file.
-        """
-        if self.output_dir.exists() and not self.output_dir.is_dir():
-            raise TronError(f"output_dir={self.output_dir} is a file, a folder is wanted", "change --output-dir")
-        if self.output_dir.exists() and any(self.output_dir.iterdir()):
-            raise TronError(f"output_dir={self.output_dir} holds another run", "choose an empty --output-dir")
-
-
-class ValidateConfig(RunConfig):
-    """Prove the parallel model equal to transformers' Qwen3."""
-
-    dtype: Dtype = "float64"
-    """Type of weights and activations; the oracle is float64 always."""
-    optimizer_steps: int = 20
-    """AdamW steps after the first comparison."""
-    log_interval: int = 5
-    """Steps between two comparisons of the logits."""
-    check_backward: bool = True
-    """Compare gradients and take optimizer steps."""
-    atol: float | None = None
-    """With --rtol, replaces the rule: a tensor may be off by atol + rtol * its largest element."""
-    rtol: float | None = None
-    """See --atol."""
-    weights: Path | None = None
-    """A Hugging Face Qwen3 folder, whose config.json replaces the model's flags, or a MiniMind .pth file; drawn by --seed
-    unless given."""
-    json_file: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
-    """Where the whole report goes as JSON."""
-
-    @model_validator(mode="after")
-    def _check_validate(self) -> Self:
-        self._at_least(0, "optimizer_steps", "atol", "rtol")
-        self._at_least(1, "log_interval")
-        if self.batch.seq_len < 2:
-            raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
-        _existing("weights", self.weights)
-        if self.json_file is not None and (self.json_file.is_dir() or not self.json_file.parent.is_dir()):
-            raise TronError(f"json_file={self.json_file} is not a file in a folder that is there", "change --json")
-        return self
-
-    def check_model(self) -> None:
-        """Refuse a model that the mesh cannot cut, once it is known: a folder of weights brings its own.
-
-        Raises: TronError.
-        """
-        if self.weights is None or not self.weights.is_dir():
-            super().check_model()
-
-    def with_model(self, model: ModelConfig) -> Self:
-        """This config about the model in its weights folder.
-
-        Raises: TronError when the mesh cannot cut that model.
-        """
-        known = self.model_copy(update={"model": model})
-        RunConfig.check_model(known)
-        return known

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from minimind_tron.config import Config, ModelConfig, ValidateConfig, nearest
+from minimind_tron.config import Config, ModelConfig, nearest
 from minimind_tron.errors import TronError
+from minimind_tron.run_config import ValidateConfig
 
 C = TypeVar("C", bound=Config)
 # Short flags that the command line takes, too.

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minimind_tron.collectives import gather_whole, sum_over
+from minimind_tron.collectives import gather_named, gather_whole, sum_over
 from minimind_tron.config import ModelConfig
 from minimind_tron.config_files import read_json
 from minimind_tron.errors import TronError
@@ -155,18 +155,21 @@ def load_weights(model: Model, path: Path) -> None:
     is written then. Also for a tensor with NaN or infinity, when its turn comes.
     """
     weights = dict(model.named_parameters())
-    wanted = {name: layout_of(weight) for name, weight in weights.items()}
+    # The whole model's, without memory: a stage checks the file for all of them.
+    dense = Model(model.config, device="meta")
+    wanted = {name: layout_of(weight) for name, weight in dense.named_parameters()}
     tied = model.config.tie_word_embeddings
     with _opened(path) as given:
         ignored = {name for name in given if name.rpartition(".")[2] in DERIVED or (tied and name == HEAD)}
         _check_fit(wanted, given, ignored, path)
         if tied and HEAD in given:
-            _check_tied(wanted[EMBEDDING], given, path)
-        for name, layout in wanted.items():
+            _check_tied(layout_of(weights[EMBEDDING]) if EMBEDDING in weights else wanted[EMBEDDING], given, path)
+        for name, weight in weights.items():
+            layout = layout_of(weight)
             region = given[name].read(layout.region)
             if not region.isfinite().all():
                 raise TronError(f"{name} in {path} has elements that are NaN or infinite", "change --weights")
-            fill_from(weights[name], layout, region)
+            fill_from(weight, layout, region)
 
 
 def hugging_face_config(config: ModelConfig) -> "Qwen3Config":
@@ -224,7 +227,8 @@ def save_hugging_face(
     Every rank calls it; rank 0 writes, and no rank returns before the folder is complete. Weights that the folder held before are
     removed. ``dtype`` is that of the file, the model's own unless given.
 
-    Cost: one gather of each cut tensor, one after the other, and an all-reduce of one number; rank 0 holds one shard at a time.
+    Cost: one gather of each cut tensor, and with several stages one broadcast of each, one after the other, and an all-reduce of
+    one number; rank 0 (every stage, where there are several) holds one shard at a time.
     Raises: TronError, before anything is written, for a folder that is a file, a size that is none and an id outside the vocab.
     """
     dtype = dtype or model.storage.dtype
@@ -235,8 +239,8 @@ def save_hugging_face(
     if folder.exists() and not folder.is_dir():
         raise TronError(f"{folder} is a file, a folder is wanted", "choose another folder")
     weights = dict(model.named_parameters())
-    layouts = {name: layout_of(weight) for name, weight in weights.items()}
-    plan = _plan_shards(layouts, dtype, max_shard_size)
+    dense = Model(model.config, device="meta")
+    plan = _plan_shards({name: layout_of(weight) for name, weight in dense.named_parameters()}, dtype, max_shard_size)
     mesh = model.mesh
     writes = mesh.rank == 0
     if writes:
@@ -244,7 +248,8 @@ def save_hugging_face(
     for file, names in plan.filename_to_tensors.items():
         shard: dict[str, Tensor] = {}
         for name in names:
-            whole = gather_whole(weights[name].detach(), layouts[name])
+            mine = {name: gather_whole(weights[name].detach(), layout_of(weights[name]))} if name in weights else {}
+            whole = gather_named(mine, mesh.pp)[name]
             if writes:
                 shard[name] = whole.to("cpu", dtype).contiguous()
         if writes:

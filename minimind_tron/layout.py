@@ -94,6 +94,10 @@ class Storage:
     dtype: torch.dtype
     device: torch.device
 
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of zeros, stored so."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
 
 class LaidOut(nn.Parameter):
     """A parameter that carries its layout (``Tensor.layout`` is taken: torch means strided or sparse by it)."""

@@ -39,12 +39,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The rank grid dp x pp x cp x tp, tp innermost: neighbours in tp are neighbours in rank, and so on one host."""
+    """The rank grid dp x pp x cp x tp, tp innermost: neighbours in tp are neighbours in rank, and so on one host.
+
+    ``ends`` joins the first and the last stage of a pipeline, which both hold a tied embedding; size 1 on the stages between.
+    """
 
     dp: Axis = Axis("dp")
     pp: Axis = Axis("pp")
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
+    ends: Axis = Axis("pp ends")
 
     @property
     def rank(self) -> int:
@@ -79,6 +83,14 @@ def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]], timeout: timede
     return mine
 
 
+def _ends_of(rank: int, pp: Axis, lines: list[tuple[int, ...]], timeout: timedelta | None) -> Axis:
+    """The axis of the first and the last stage of every pipeline; with two stages their group is that of the pipeline."""
+    if pp.size <= 2:
+        return Axis("pp ends", pp.size, pp.rank, pp.ranks, pp.group)
+    alone: list[tuple[int, ...]] = [(between,) for line in lines for between in line[1:-1]]
+    return _axis_of(rank, "pp ends", [*((line[0], line[-1]) for line in lines), *alone], timeout)
+
+
 def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float | None = None) -> Mesh:
     """The mesh of a running job; ``timeout_s`` is how long a rank waits for another, torch's half an hour unless given.
 
@@ -96,4 +108,4 @@ def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float 
         share = tp.size // parts
         pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
         tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces, timeout)
-    return Mesh(**axes)
+    return Mesh(**axes, ends=_ends_of(rank, axes["pp"], rank_lines(config.degrees, "pp"), timeout))

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather
-from minimind_tron.config import ModelConfig, StrategyConfig
+from minimind_tron.config import ModelConfig, PipelineConfig, StrategyConfig
 from minimind_tron.layout import Cut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.parallel import overlap, sequence, tensor, vocab
-from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear
+from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear, look_up, multiply
+from minimind_tron.parallel.pipeline import Chunk, cut_layers
+from minimind_tron.parallel.schedules import placement_of
 from minimind_tron.parallel.vocab import IGNORED, check_ids, wide
 
 
@@ -141,24 +143,24 @@ class WholeVocab:
     def __init__(self, config: ModelConfig, seams: Seams) -> None:
         self.vocab_size, self.seams = config.vocab_size, seams
 
-    def linear(self, config: ModelConfig, storage: Storage) -> Linear:
-        """The module that holds the embedding or the head."""
-        return WholeLinear(config.hidden_size, config.vocab_size, outside=self.seams.outside, storage=storage)
+    def linear(self, config: ModelConfig, storage: Storage, tied: tuple[Axis, ...] = ()) -> Linear:
+        """The module that holds the embedding or the head; ``tied`` are the axes over which it is both."""
+        return WholeLinear(config.hidden_size, config.vocab_size, outside=self.seams.outside, storage=storage, tied=tied)
 
     def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
         """Hidden states of ids. Shapes: [S, B] -> [s, B, D]."""
-        return F.embedding(self.seams.own(ids_SB, self.seams.axis), embedding.weight)
+        return look_up(self.seams.own(ids_SB, self.seams.axis), embedding.weight)
 
     def loss(self, x_sBD: Tensor, labels_SB: Tensor, head: Linear) -> Tensor:
         """The sum of cross entropy over valid labels, the same on every rank. Shapes: [s, B, D], [S, B] -> scalar."""
-        logits_sBV = wide(F.linear(x_sBD, head.weight))
+        logits_sBV = wide(multiply(x_sBD, head.weight))
         labels_sB = self.seams.own(labels_SB, self.seams.axis)
         own = F.cross_entropy(logits_sBV.flatten(0, 1), labels_sB.flatten(), ignore_index=IGNORED, reduction="sum")
         return self.seams.total(own, self.seams.axis)
 
     def logits(self, x_sBD: Tensor, head: Linear) -> Tensor:
         """The whole logits on every rank. Shapes: [s, B, D] -> [S, B, V]."""
-        logits_sBV = F.linear(x_sBD, head.weight)
+        logits_sBV = multiply(x_sBD, head.weight)
         return all_gather(logits_sBV, self.seams.axis) if self.seams.multiple > 1 else logits_sBV
 
 
@@ -169,9 +171,9 @@ class CutVocab:
         self.vocab_size, self.seams = config.vocab_size, seams
         self.cut = Cut(0, seams.axis, seams.axis.size)
 
-    def linear(self, config: ModelConfig, storage: Storage) -> Linear:
-        """The module that holds the embedding or the head."""
-        return ColumnLinear(config.hidden_size, config.vocab_size, self.seams.axis, storage=storage)
+    def linear(self, config: ModelConfig, storage: Storage, tied: tuple[Axis, ...] = ()) -> Linear:
+        """The module that holds the embedding or the head; ``tied`` are the axes over which it is both."""
+        return ColumnLinear(config.hidden_size, config.vocab_size, self.seams.axis, storage=storage, tied=tied)
 
     def embed(self, ids_SB: Tensor, embedding: Linear) -> Tensor:
         """Hidden states of ids. Shapes: [S, B] -> [s, B, D]."""
@@ -191,24 +193,29 @@ class CutVocab:
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm, under Hugging Face's name ``model``; blocks are keyed by their global number."""
+    """Embedding, blocks and final norm, under Hugging Face's name ``model``; what other stages hold is None.
 
-    def __init__(self, config: ModelConfig, seams: Seams, embedding: Linear, storage: Storage) -> None:
+    Blocks are keyed by their global number.
+    """
+
+    def __init__(self, config: ModelConfig, seams: Seams, chunks: list[Chunk], embedding: Linear | None, storage: Storage) -> None:
         super().__init__()
         self.embed_tokens = embedding
-        numbers = range(config.num_hidden_layers)
+        numbers = [number for chunk in chunks for number in chunk.layers]
         self.layers = nn.ModuleDict({str(i): Block(config, seams, storage) for i in numbers})
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, seams.outside, storage)
+        last = any(chunk.last for chunk in chunks)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, seams.outside, storage) if last else None
 
 
 class Model(nn.Module):
-    """MiniMind on a mesh; values are undefined until ``initialise`` or ``interop`` fills them."""
+    """MiniMind on a mesh, as far as this rank holds it; values are undefined until ``initialise`` or ``interop`` fills them."""
 
     def __init__(
         self,
         config: ModelConfig,
         mesh: Mesh | None = None,
         strategy: StrategyConfig | None = None,
+        pipeline: PipelineConfig | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -216,50 +223,90 @@ class Model(nn.Module):
         super().__init__()
         storage = Storage(dtype, torch.device(device))
         self.config, self.mesh, self.strategy = config, mesh or Mesh(), strategy or StrategyConfig()
+        self.pipeline = pipeline or PipelineConfig()
         self.seams = choose_seams(self.mesh, self.strategy)
         self.vocab: WholeVocab | CutVocab = (CutVocab if self.strategy.vocab_parallel else WholeVocab)(config, self.seams)
-        self.model = Decoder(config, self.seams, self.vocab.linear(config, storage), storage)
-        self.lm_head = None if config.tie_word_embeddings else self.vocab.linear(config, storage)
+        pp = self.mesh.pp
+        placement = placement_of(self.pipeline.pp_schedule, pp.size, self.pipeline.chunks_a_stage)
+        chunks = cut_layers(config, self.pipeline, pp.size)
+        self.chunks = {number: chunks[number] for number in placement.chunks_of(pp.rank)}
+        first, last = 0 in self.chunks, placement.chunks - 1 in self.chunks
+        # On two stages, each copy of a tied matrix gets one half of its gradient: as a table on the first, as the head on the last.
+        tied = live(self.mesh.ends) if config.tie_word_embeddings and first != last else ()
+        holds_table = first or (last and config.tie_word_embeddings)
+        embedding = self.vocab.linear(config, storage, tied) if holds_table else None
+        self.model = Decoder(config, self.seams, list(self.chunks.values()), embedding, storage)
+        self.lm_head = self.vocab.linear(config, storage) if last and not config.tie_word_embeddings else None
         self.storage = storage
 
     @property
     def head(self) -> Linear:
-        """The module that holds the head's weight: the embedding when they are tied."""
-        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+        """The module that holds the head's weight: the embedding when they are tied.
+
+        Raises: AssertionError on a stage without the last chunk.
+        """
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the last chunk is on another stage"
+        return head
 
     def padded(self, x_SB: Tensor, value: int) -> Tensor:
         """Pad the sequence to what SP can cut: at its end, where causal attention keeps it from every real token."""
         missing = -x_SB.shape[0] % self.seams.multiple
         return F.pad(x_SB, (0, 0, 0, missing), value=value)
 
-    def hidden_states(self, ids_SB: Tensor) -> Tensor:
-        """The final hidden states, normalised.
+    def hidden_shape(self, ids_SB: Tensor) -> tuple[int, int, int]:
+        """The shape [s, B, D] of the hidden states between chunks."""
+        return -(-ids_SB.shape[0] // self.seams.multiple), ids_SB.shape[1], self.config.hidden_size
 
-        Shapes: ids [S, B], a multiple of tp under SP -> [s, B, D].
+    def run_chunk(self, number: int, x_sBD: Tensor | None, ids_SB: Tensor) -> Tensor:
+        """The hidden states after a chunk that this rank holds, normalised after the last one.
+
+        Shapes: [s, B, D], None for the first chunk, and ids [S, B] -> [s, B, D].
         """
+        chunk, ids_SB = self.chunks[number], self.padded(ids_SB, 0)
         positions_S = torch.arange(ids_SB.shape[0], device=ids_SB.device)
         cos, sin = rotary_angles(positions_S, self.config.head_width, self.config.rope_theta, self.storage.dtype)
-        x_sBD = self.vocab.embed(ids_SB, self.model.embed_tokens)
-        for block in self.model.layers.values():
-            x_sBD = block(x_sBD, cos, sin)
-        return self.model.norm(x_sBD)
+        if chunk.first:
+            assert self.model.embed_tokens is not None
+            x_sBD = self.vocab.embed(ids_SB, self.model.embed_tokens)
+        for layer in chunk.layers:
+            x_sBD = self.model.layers[str(layer)](x_sBD, cos, sin)
+        if chunk.last:
+            assert self.model.norm is not None
+            x_sBD = self.model.norm(x_sBD)
+        assert x_sBD is not None, f"chunk {number} was given nothing"
+        return x_sBD
+
+    def loss(self, x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
+        """The sum of cross entropy over valid labels, the same on every rank of tp, from the last chunk's hidden states.
+
+        Shapes: [s, B, D], labels [S, B] -> scalar, in the wider of float32 and the dtype.
+        """
+        return self.vocab.loss(x_sBD, self.padded(labels_SB, IGNORED), self.head)
+
+    def _through(self, ids_SB: Tensor) -> Tensor:
+        assert self.mesh.pp.size == 1, "one stage has not the whole model; step.py runs pipelines"
+        x_sBD = None
+        for number in self.chunks:
+            x_sBD = self.run_chunk(number, x_sBD, ids_SB)
+        assert x_sBD is not None
+        return x_sBD
 
     def forward(self, ids_SB: Tensor, labels_SB: Tensor) -> Tensor:
-        """The sum of cross entropy over valid labels, the same on every rank of tp.
+        """``loss`` of a batch, where one stage holds the whole model.
 
         Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B] -> scalar, in the wider of float32 and the dtype.
         Raises: TronError for an id or a label outside of the vocab (on a GPU: whoever moves the batch there checks it).
         """
         if not ids_SB.is_cuda:
             check_ids(ids_SB, labels_SB, self.config.vocab_size)
-        x_sBD = self.hidden_states(self.padded(ids_SB, 0))
-        return self.vocab.loss(x_sBD, self.padded(labels_SB, IGNORED), self.head)
+        return self.loss(self._through(ids_SB), labels_SB)
 
     @torch.no_grad()
     def logits(self, ids_SB: Tensor) -> Tensor:
-        """The whole logits on every rank, for checks and sampling; training never gathers them.
+        """The whole logits, where one stage holds the whole model, for checks and sampling; training never gathers them.
 
         Shapes: ids [S, B] -> [S, B, V]. Raises: TronError for an id outside of the vocab.
         """
         check_ids(ids_SB, None, self.config.vocab_size)
-        return self.vocab.logits(self.hidden_states(self.padded(ids_SB, 0)), self.head)[: ids_SB.shape[0]]
+        return self.vocab.logits(self._through(ids_SB), self.head)[: ids_SB.shape[0]]

@@ -9,6 +9,7 @@ from torch import Tensor
 from minimind_tron.collectives import sum_over
 from minimind_tron.model import Model
 from minimind_tron.parallel.vocab import check_ids
+from minimind_tron.step import run_pipeline
 from minimind_tron.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -21,14 +22,19 @@ def next_logits(model: Model, ids_SB: Tensor) -> Tensor:
     """The whole logits that follow the last position, on every rank.
 
     Shapes: ids [S, B] -> [B, V].
-    Cost: a forward pass; the head sees one position (under SP one of each rank's shard), and only that one is gathered.
+    Cost: a forward pass; the head sees one position (under SP one of each rank's shard), and only that one is gathered, and
+    brought to every stage.
     Raises: TronError for an id outside of the vocab.
     """
     check_ids(ids_SB, None, model.config.vocab_size)
-    length = ids_SB.shape[0]
-    x_sBD = model.hidden_states(model.padded(ids_SB, 0))
-    holder, position = divmod(length - 1, x_sBD.shape[0])
-    return model.vocab.logits(x_sBD[position : position + 1], model.head)[holder]
+
+    def finish(x_sBD: Tensor, _: Tensor) -> Tensor:
+        holder, position = divmod(ids_SB.shape[0] - 1, x_sBD.shape[0])
+        return model.vocab.logits(x_sBD[position : position + 1], model.head)[holder]
+
+    found = run_pipeline(model, [(ids_SB, ids_SB)], finish, backward=False)
+    here = found[0] if found else model.storage.zeros((ids_SB.shape[1], model.config.vocab_size))
+    return sum_over(here, (model.mesh.pp,))
 
 
 def agreed(token: int, model: Model) -> int:

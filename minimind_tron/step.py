@@ -1,17 +1,21 @@
 """One optimizer step: train, validate and benchmark all call these functions.
 
+A step is a pipeline schedule, also on one stage: there it says in which order microbatches are accumulated.
+
 The loss is the sum of cross entropy over all valid labels of the global batch divided by their number. That number is known
 before the first backward, so that every microbatch is divided by the same one and gradients are only ever added.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from minimind_tron.collectives import sum_over
 from minimind_tron.model import Model
 from minimind_tron.optim import clip_gradients, global_norm
+from minimind_tron.parallel import pipeline
 from minimind_tron.parallel.data import sum_gradients
 from minimind_tron.parallel.vocab import IGNORED, check_ids
 from minimind_tron.tokens import Batch
@@ -45,7 +49,41 @@ def count_valid(batch: Batch) -> int:
     return int((batch.labels_BS != IGNORED).sum())
 
 
-def compute_gradients(model: Model, batch: Batch, micro_batch_size: int) -> tuple[float, int]:
+Piece = tuple[Tensor, Tensor]
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+def run_pipeline(
+    model: Model, pieces: Sequence[Piece], finish: Finish, *, backward: bool, timed: list[pipeline.Timed] | None = None
+) -> dict[int, Tensor]:
+    """Take microbatches through the model's pipeline; on the last stage, what ``finish`` made of each, by number.
+
+    ``finish`` takes the final hidden states [s, B, D] and the labels [S, B]; with ``backward`` its results are added up and
+    differentiated. Cost: see ``parallel/pipeline.py``.
+    """
+
+    def forward(chunk: int, x_sBD: Tensor | None, microbatch: int) -> Tensor:
+        ids_SB, labels_SB = pieces[microbatch]
+        x_sBD = model.run_chunk(chunk, x_sBD, ids_SB)
+        return finish(x_sBD, labels_SB) if model.chunks[chunk].last else x_sBD
+
+    pp, storage = model.mesh.pp, model.storage
+    schedule, program = pipeline.plan(model.pipeline, pp.size, len(pieces), backward)
+    work = pipeline.Work(forward, lambda i: model.hidden_shape(pieces[i][0]), storage.dtype, storage.device)
+    return pipeline.run(schedule, program, pp, work, timed)
+
+
+def _total(model: Model, losses: dict[int, Tensor]) -> float:
+    """The sum of what the last stage has, in the order of microbatches, on every stage."""
+    total = torch.zeros((), dtype=torch.float64, device=model.storage.device)
+    for _, loss in sorted(losses.items()):
+        total += loss
+    return float(sum_over(total, (model.mesh.pp,)))
+
+
+def compute_gradients(
+    model: Model, batch: Batch, micro_batch_size: int, timed: list[pipeline.Timed] | None = None
+) -> tuple[float, int]:
     """Set every gradient to that of the whole global batch, raw; returns the loss and the number of valid labels.
 
     Cost: one forward and backward per microbatch, then the gradient sums of ``data.sum_gradients``.
@@ -54,13 +92,14 @@ def compute_gradients(model: Model, batch: Batch, micro_batch_size: int) -> tupl
     valid = count_valid(batch)
     if not valid:
         return 0.0, 0
-    loss = torch.zeros((), dtype=torch.float64, device=model.storage.device)
-    for ids_SB, labels_SB in microbatches(batch, micro_batch_size, model):
-        share = model(ids_SB, labels_SB) / valid
-        share.backward()
-        loss += share.detach()
+
+    def finish(x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
+        return model.loss(x_sBD, labels_SB) / valid
+
+    pieces = list(microbatches(batch, micro_batch_size, model))
+    losses = run_pipeline(model, pieces, finish, backward=True, timed=timed)
     sum_gradients(model.parameters())
-    return float(loss), valid
+    return _total(model, losses), valid
 
 
 def train_step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, micro_batch_size: int, clip_norm: float) -> StepResult:
@@ -76,10 +115,23 @@ def train_step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, mic
 
 @torch.no_grad()
 def evaluate(model: Model, batches: Iterable[Batch], micro_batch_size: int) -> float:
-    """The mean loss over the valid labels of some batches, in nats a token; 0 where there is none."""
-    loss, valid = 0.0, 0
-    for batch in batches:
-        valid += count_valid(batch)
-        for ids_SB, labels_SB in microbatches(batch, micro_batch_size, model):
-            loss += float(model(ids_SB, labels_SB))
-    return loss / max(1, valid)
+    """The mean loss over the valid labels of some batches, in nats a token, the same on every rank; 0 where there is none."""
+    batches = list(batches)
+    pieces = [piece for batch in batches for piece in microbatches(batch, micro_batch_size, model)]
+    return _total(model, run_pipeline(model, pieces, model.loss, backward=False)) / max(1, sum(map(count_valid, batches)))
+
+
+@torch.no_grad()
+def logits_of(model: Model, batch: Batch, micro_batch_size: int) -> Tensor:
+    """The whole logits of a batch on every rank, for checks and sampling.
+
+    Shapes: [B, S, V]. Cost: a forward pass, and an all-reduce of the logits over pp.
+    """
+
+    def finish(x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
+        return model.vocab.logits(x_sBD, model.head)[: labels_SB.shape[0]].transpose(0, 1)
+
+    found = run_pipeline(model, list(microbatches(batch, micro_batch_size, model)), finish, backward=False)
+    shape = (*batch.ids_BS.shape, model.config.vocab_size)
+    whole = torch.cat([found[i] for i in sorted(found)]) if found else model.storage.zeros(shape)
+    return sum_over(whole, (model.mesh.pp,))

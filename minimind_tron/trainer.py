@@ -16,10 +16,10 @@ from typing import IO, Any
 
 import torch
 
-from minimind_tron.config import DEFAULT_STEPS, TrainConfig
 from minimind_tron.errors import TronError
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
+from minimind_tron.run_config import DEFAULT_STEPS, TrainConfig
 from minimind_tron.runtime import say
 from minimind_tron.step import StepResult, evaluate, train_step
 from minimind_tron.tokens import Corpus, batch_at, heldout_batches

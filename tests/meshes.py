@@ -24,10 +24,15 @@ STRATEGIES = {
 
 
 @lru_cache
-def tp_mesh() -> Mesh:
-    """All ranks of this worker's pool along tp; without a process group the mesh of size 1."""
+def mesh_of(degrees: MeshConfig) -> Mesh:
+    """This worker's mesh of some degrees; without a process group the mesh of size 1."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return build_mesh(MeshConfig(tp_size=size), rank, size)
+    return build_mesh(degrees, rank, size)
+
+
+def tp_mesh() -> Mesh:
+    """All ranks of this worker's pool along tp."""
+    return mesh_of(MeshConfig(tp_size=dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def lonely(size: int, rank: int) -> Axis:

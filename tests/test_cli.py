@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from minimind_tron import __version__, cli, runtime
-from minimind_tron.config import Config, MeshConfig, ModelConfig, TrainConfig, ValidateConfig, flag
+from minimind_tron.config import Config, MeshConfig, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
+from minimind_tron.run_config import TrainConfig, ValidateConfig
 
 ROOT = Path(__file__).parents[1]
 

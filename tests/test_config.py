@@ -14,10 +14,7 @@ from minimind_tron.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     StrategyConfig,
-    TrainConfig,
-    ValidateConfig,
     check_cut,
     divisors,
     flag,
@@ -25,6 +22,7 @@ from minimind_tron.config import (
 )
 from minimind_tron.config_files import fields_of, flatten, from_hugging_face, from_toml, to_toml
 from minimind_tron.errors import TronError
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
 
 REFUSALS = [
     (ModelConfig, {"vocab_size": 1}, "vocab_size=1 was given, at least 2 is wanted", "change --vocab-size"),

@@ -23,6 +23,7 @@ from minimind_tron.collectives import CopyIn, GatherIn, ScatterOut, SumOut, copy
 from minimind_tron.layout import Cut
 from minimind_tron.mesh import Axis
 from minimind_tron.model import choose_seams
+from minimind_tron.parallel import linear
 from minimind_tron.parallel.overlap import HiddenReduce, HiddenRegathered, HiddenScatter, Regathered
 from minimind_tron.parallel.vocab import VocabCrossEntropy, cross_entropy, look_up
 from tests.meshes import SIZES, STRATEGIES, randn, tp_mesh
@@ -69,7 +70,7 @@ def found_functions() -> set[str]:
 
 
 def test_no_function_is_without_a_test() -> None:
-    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | {"VocabCrossEntropy"}
+    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | {"VocabCrossEntropy", "Multiply", "LookUp"}
 
 
 # Size 1
@@ -91,6 +92,56 @@ def test_gradcheck_of_entries(name: str) -> None:
     entry, _ = ENTRIES[name]
     tensors = (local((S, B, D), 0), local((F1, D), 1), local((F1,), 2), local((F2, D), 3))
     assert gradcheck(lambda x, w1, b1, w2: entry.apply(x, Axis("tp"), w1, b1, w2, None), tensors)
+
+
+@pytest.mark.parametrize("bias", [None, local((F1,), 2)], ids=["no bias", "bias"])
+def test_gradcheck_of_multiply(bias: Tensor | None) -> None:
+    tensors = (local((S, B, D), 0), local((F1, D), 1), bias)
+    assert gradcheck(linear.multiply, tensors)
+    assert torch.equal(linear.multiply(*tensors), F.linear(*tensors))
+
+
+def test_gradcheck_of_look_up() -> None:
+    rows = torch.tensor([[0, 4], [2, 4]])
+    assert gradcheck(lambda table: linear.look_up(rows, table), local((5, D), 1))
+
+
+# Weight gradients put off
+
+
+PUT_OFF: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "Multiply": linear.multiply,
+    "LookUp": lambda x, w, b: linear.look_up(x.detach().argmax(-1), w) * x + b[: x.shape[-1]],
+    **{name: lambda x, w, b, entry=entry: entry.apply(x, Axis("tp"), w, b)[0] for name, (entry, _) in ENTRIES.items()},
+}
+
+
+@pytest.mark.parametrize("name", PUT_OFF)
+def test_what_is_put_off_comes_out_the_same(name: str) -> None:
+    x, w, b = (randn(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(S, B, D), (F1, D), (F1,)]))
+    grads = []
+    for put_off in (False, True):
+        for step in range(2):
+            y = PUT_OFF[name](x, w, b)
+            if put_off:
+                before = None if w.grad is None else w.grad.clone()
+                with linear.putting_off() as works:
+                    y.backward(randn(*y.shape, seed=9 + step))
+                assert w.grad is None if before is None else torch.equal(w.grad, before), "nothing is added before its time"
+                assert len(works) == 1
+                works[0]()
+            else:
+                y.backward(randn(*y.shape, seed=9 + step))
+        grads.append([t.grad.clone() for t in (x, w, b)])
+        for t in (x, w, b):
+            t.grad = None
+    assert all(torch.equal(now, later) for now, later in zip(*grads, strict=True))
+
+
+def test_putting_off_twice_is_refused_and_ends_with_an_error() -> None:
+    with pytest.raises(AssertionError, match="already"), linear.putting_off(), linear.putting_off():
+        pass
+    assert not linear.is_putting_off()
 
 
 def test_gradcheck_of_cross_entropy() -> None:

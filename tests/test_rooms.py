@@ -14,6 +14,7 @@ ROOMS = [
     {"errors"},
     {"place"},
     {"config"},
+    {"run_config"},
     {"config_files"},
     {"mesh"},
     {"layout"},
@@ -24,9 +25,11 @@ ROOMS = [
     {"tokenizer"},
     {"tokens"},
     {"optim"},
-    {"figures"},
+    {"panels"},
+    {"gantt_page"},
+    {"figures", "gantt"},
     {"step"},
-    {"sampling", "judge", "oracle"},
+    {"judge", "oracle", "sampling"},
     {"trainer"},
     {"commands"},
     {"cli"},
@@ -35,7 +38,7 @@ ROOMS = [
 # runtime knows the machine, not the model: it asks errors and place, which nobody else asks, and only these may ask it.
 WITH_RUNTIME = {"cli", "trainer", "commands"}
 # Files of parallel/ that others of parallel/ may import, and who may.
-SHARED = {"linear": None, "attention": None, "schedules": {"pipeline"}}
+SHARED = {"linear": None, "attention": None, "schedules": {"messages", "pipeline"}, "messages": {"pipeline"}}
 SENDS = {
     "all_gather",
     "all_gather_coalesced",

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind_tron import trainer
 from minimind_tron.commands.train import TrainResult, beginning, claim_output, heldout_text, run, take_sample
-from minimind_tron.config import BatchConfig, MeshConfig, TrainConfig
+from minimind_tron.config import BatchConfig, MeshConfig
 from minimind_tron.config_files import from_toml
 from minimind_tron.errors import TronError
 from minimind_tron.layout import initialise
 from minimind_tron.mesh import build_mesh
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
+from minimind_tron.run_config import TrainConfig
 from minimind_tron.runtime import World
 from minimind_tron.step import StepResult, train_step
 from minimind_tron.tokenizer import Tokenizer, load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from minimind_tron.collectives import share
-from minimind_tron.config import StrategyConfig, TrainConfig
+from minimind_tron.config import StrategyConfig
 from minimind_tron.config_files import to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.figures import loss_curve
@@ -15,6 +15,7 @@ from minimind_tron.interop import save_hugging_face
 from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
+from minimind_tron.run_config import TrainConfig
 from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
@@ -60,7 +61,7 @@ def run(config: TrainConfig, world: World) -> TrainResult:
     corpus = load_corpus(config.data, tokenizer, config.batch.seq_len)
     mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     claim_output(config, mesh)
-    model = Model(config.model, mesh, config.strategy, dtype=getattr(torch, config.dtype), device=world.device)
+    model = Model(config.model, mesh, config.strategy, config.pipeline, dtype=getattr(torch, config.dtype), device=world.device)
     initialise(model, config.seed)
     references = measure_references(corpus, tokenizer, config)
     introduce(config, mesh, corpus, references)

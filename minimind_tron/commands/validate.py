@@ -9,20 +9,21 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from minimind_tron.collectives import gather_copies, gather_whole, share
-from minimind_tron.config import MeshConfig, StrategyConfig, ValidateConfig
+from minimind_tron.collectives import gather_copies, gather_named, gather_objects, gather_whole, share
+from minimind_tron.config import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.config_files import flatten
 from minimind_tron.errors import TronError
 from minimind_tron.interop import load_weights
 from minimind_tron.judge import EXACT, Finding, Judge, Plan, Report, Run, record, rounding_shifts
-from minimind_tron.layout import initialise, layout_of
+from minimind_tron.layout import Layout, initialise, layout_of
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, global_norm
 from minimind_tron.oracle import DenseSubject, build_qwen3, load_qwen3
 from minimind_tron.parallel.vocab import IGNORED
+from minimind_tron.run_config import ValidateConfig
 from minimind_tron.runtime import World, all_cores, say
-from minimind_tron.step import compute_gradients, evaluate, microbatches, train_step
+from minimind_tron.step import compute_gradients, evaluate, logits_of, train_step
 from minimind_tron.tokens import Batch
 
 # Ones in norms and zeros in biases would hide what is done to them.
@@ -56,8 +57,7 @@ class ParallelSubject:
 
     def logits(self, batch: Batch) -> Tensor:
         """The logits of a batch. Shapes: [B, S, V], on the CPU."""
-        parts = microbatches(batch, self.micro_batch_size, self.model)
-        return torch.cat([self.model.logits(ids_SB).transpose(0, 1).cpu() for ids_SB, _ in parts])
+        return logits_of(self.model, batch, self.micro_batch_size).cpu()
 
     def loss(self, batch: Batch) -> float:
         """The mean loss of a batch."""
@@ -68,7 +68,7 @@ class ParallelSubject:
         compute_gradients(self.model, batch, self.micro_batch_size)
         norm = float(global_norm(self.model.parameters(), self.model.mesh))
         named = self.model.named_parameters()
-        return {name: self._whole(w.grad, w) for name, w in named if w.grad is not None}, norm
+        return self._whole({name: (w.grad, layout_of(w)) for name, w in named if w.grad is not None}), norm
 
     def step(self, batch: Batch) -> None:
         """One training step, clipped as in training."""
@@ -76,28 +76,33 @@ class ParallelSubject:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter as it is now."""
-        return {name: self._whole(w.detach(), w) for name, w in self.model.named_parameters()}
+        return self._whole({name: (w.detach(), layout_of(w)) for name, w in self.model.named_parameters()})
 
-    @staticmethod
-    def _whole(local: Tensor, weight: Tensor) -> Tensor:
-        return gather_whole(local, layout_of(weight)).cpu()
+    def _whole(self, named: dict[str, tuple[Tensor, Layout]]) -> dict[str, Tensor]:
+        """The whole tensors of all stages."""
+        whole = {name: gather_whole(local, layout) for name, (local, layout) in named.items()}
+        return {name: tensor.cpu() for name, tensor in gather_named(whole, self.model.mesh.pp).items()}
 
 
 def differing_copies(model: Model) -> list[str]:
-    """The parameters of which two ranks hold copies that are not bit-equal.
+    """The parameters of which two ranks hold copies that are not bit-equal, the same list on every rank.
 
-    Cost: one all-gather over tp of every parameter.
+    Cost: one all-gather over tp of every parameter, one over both ends of the pipeline of a tied one.
     """
-    differ = []
+    differ, mesh = [], model.mesh
     for name, weight in model.named_parameters():
-        cut, tp = layout_of(weight).cut, model.mesh.tp
+        layout = layout_of(weight)
+        cut, tp = layout.cut, mesh.tp
         parts = cut.parts if cut else 1
         copies = gather_copies(weight.detach(), tp)
         bits = [copy.contiguous().view(torch.uint8) for copy in copies]
         firsts = [bits[rank * parts // tp.size * tp.size // parts] for rank in range(tp.size)]
-        if not all(torch.equal(copy, first) for copy, first in zip(bits, firsts, strict=True)):
+        both = gather_copies(weight.detach(), mesh.ends) if mesh.ends in layout.partial else [weight.detach()]
+        same = all(torch.equal(copy, first) for copy, first in zip(bits, firsts, strict=True))
+        if not (same and torch.equal(both[0].contiguous().view(torch.uint8), both[-1].contiguous().view(torch.uint8))):
             differ.append(name)
-    return differ
+    lists = gather_objects([name for names in gather_objects(differ, mesh.tp) for name in names], mesh.pp)
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def batch_of(config: ValidateConfig, step: int) -> Batch:
@@ -188,7 +193,8 @@ def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: t
 
     Raises: TronError when rounding alone makes another model of it, so that neither PASS nor FAIL would mean anything.
     """
-    bare = {"mesh": MeshConfig(), "strategy": StrategyConfig(), "json_file": None, "atol": None, "rtol": None}
+    ours_alone = {"mesh": MeshConfig(), "strategy": StrategyConfig(), "pipeline": PipelineConfig()}
+    bare = {**ours_alone, "json_file": None, "trace": None, "atol": None, "rtol": None}
     reference, dtype = config.model_copy(update=bare), getattr(torch, config.dtype)
     oracle, dense = dense_runs(reference, device)
     report = Judge(oracle, dense, ours, dtype, config.atol, config.rtol).report(copies_differ)
@@ -208,7 +214,7 @@ def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: t
 
 def parallel_run(config: ValidateConfig, mesh: Mesh, device: torch.device) -> tuple[Run, list[str]]:
     """What our model shows on a mesh, and the names of parameters whose copies came apart."""
-    model = Model(config.model, mesh, config.strategy, dtype=getattr(torch, config.dtype), device=device)
+    model = Model(config.model, mesh, config.strategy, config.pipeline, dtype=getattr(torch, config.dtype), device=device)
     if config.weights:
         load_weights(model, config.weights)
     else:

@@ -1,14 +1,21 @@
-"""What the strategies share about linear layers: the cut weights, the local GEMM and its two gradients.
+"""What the strategies share about linear layers: the cut weights, the local GEMM and its two gradients, now or later.
 
 A column linear cuts the output features, a row linear the input features; a column, something element-wise and a row make a
 region that needs a collective only where it is entered and where it is left.
+
+The weight gradient is nobody's input. Inside of ``putting_off`` a backward leaves it undone, and whoever opened that does it when
+there is time: that is what the zero-bubble schedules of pipelines live on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from minimind_tron.layout import Cut, LaidOut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis
@@ -25,6 +32,7 @@ class ColumnLinear(Linear):
     """Weights [out, in] whose output features are cut over an axis, into fewer parts than ranks if asked.
 
     With fewer parts, consecutive ranks share a piece and each uses it for a part of the work, so its gradient is a part too.
+    ``tied`` are the axes whose ranks use the same weights for something else, one as the embedding and one as the head.
     """
 
     def __init__(
@@ -36,16 +44,20 @@ class ColumnLinear(Linear):
         parts: int | None = None,
         bias: bool = False,
         storage: Storage,
+        tied: tuple[Axis, ...] = (),
     ) -> None:
         super().__init__()
         cut = Cut(0, axis, parts or axis.size)
-        partial = live(axis.sharing(cut.parts))
+        partial = live(axis.sharing(cut.parts)) + tied
         self.weight = parameter(Layout((out_features, in_features), "normal", cut, partial), storage)
         self.bias = parameter(Layout((out_features,), "zeros", cut, partial), storage) if bias else None
 
 
 class WholeLinear(Linear):
-    """Weights [out, in] that every rank holds whole; ``outside`` are the axes whose ranks feed it different hidden states."""
+    """Weights [out, in] that every rank holds whole; ``outside`` are the axes whose ranks feed it different hidden states.
+
+    ``tied`` is as in ``ColumnLinear``.
+    """
 
     def __init__(
         self,
@@ -54,9 +66,10 @@ class WholeLinear(Linear):
         *,
         outside: tuple[Axis, ...] = (),
         storage: Storage,
+        tied: tuple[Axis, ...] = (),
     ) -> None:
         super().__init__()
-        self.weight = parameter(Layout((out_features, in_features), "normal", partial=outside), storage)
+        self.weight = parameter(Layout((out_features, in_features), "normal", partial=outside + tied), storage)
         self.bias = None
 
 
@@ -104,7 +117,7 @@ class Seams:
 
         Shapes: [S, B, f] -> [s, B, D], or [S, B, D] under plain TP. Cost: that of ``leave``.
         """
-        y = self.leave(F.linear(x_SBf, linear.weight), self.axis)
+        y = self.leave(multiply(x_SBf, linear.weight), self.axis)
         return y if linear.bias is None else y + linear.bias
 
 
@@ -118,7 +131,7 @@ def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
 
     Shapes: x [..., in] -> one [..., out_i] each.
     """
-    return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
+    return tuple(multiply(x, linear.weight, linear.bias) for linear in linears)
 
 
 def input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -146,3 +159,92 @@ def bias_gradient(dy: Tensor) -> Tensor:
     Shapes: dy [..., out] -> [out].
     """
     return flat(dy).sum(0)
+
+
+WeightWork = Callable[[], None]
+_put_off: list[WeightWork] | None = None
+
+
+@contextmanager
+def putting_off() -> Iterator[list[WeightWork]]:
+    """Collect the weight gradients of every backward inside, instead of computing them; calling one adds it to ``grad``.
+
+    Raises: AssertionError when one is open already.
+    """
+    global _put_off
+    assert _put_off is None, "weight gradients are being put off already"
+    works: list[WeightWork] = []
+    _put_off = works
+    try:
+        yield works
+    finally:
+        _put_off = None
+
+
+def is_putting_off() -> bool:
+    """Whether weight gradients are left for later."""
+    return _put_off is not None
+
+
+@torch.no_grad()
+def _add(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+    for weight, gradient in zip(weights, compute(), strict=True):
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def now_or_later(weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
+    """The gradients of some weights, as a backward returns them: computed, or put off and None."""
+    if _put_off is None:
+        return compute()
+    _put_off.append(lambda: _add(weights, compute))
+    return [None] * len(weights)
+
+
+class Multiply(Function):
+    """A local GEMM: x times a weight [out, in], plus a bias; the weight's gradient now or later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = input_gradient([dy], [weight]) if ctx.needs_input_grad[0] else None
+        (found,) = now_or_later([weight], lambda: [weight_gradient(dy, x)])
+        return dx, found, bias_gradient(dy) if ctx.biased else None
+
+
+class LookUp(Function):
+    """Rows of a table [v, D] by number; the table's gradient now or later."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        size = weight.shape[0]
+        (found,) = now_or_later([weight], lambda: [torch.ops.aten.embedding_dense_backward(dy, rows, size, -1, False)])
+        return None, found
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A local GEMM.
+
+    Shapes: x [..., in], weight [out, in] -> [..., out].
+    """
+    return cast(Tensor, Multiply.apply(x, weight, bias))
+
+
+def look_up(rows: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table.
+
+    Shapes: rows [...], weight [v, D] -> [..., D].
+    """
+    return cast(Tensor, LookUp.apply(rows, weight))

@@ -13,6 +13,7 @@ Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2, for the second gath
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from minimind_tron.collectives import (
     start_reduce_scatter,
 )
 from minimind_tron.mesh import Axis
-from minimind_tron.parallel.linear import Linear, bias_gradient, input_gradient, weight_gradient
+from minimind_tron.parallel.linear import Linear, bias_gradient, input_gradient, is_putting_off, now_or_later, weight_gradient
 
 Optional = Tensor | None
 
@@ -47,10 +48,16 @@ def _saved(ctx: Any, dys: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor], lis
     return kept, weights, [dy.contiguous() for dy in dys]
 
 
-def _parameter_gradients(ctx: Any, dys: Sequence[Tensor], x_SBD: Tensor) -> list[Optional]:
+def _parameter_gradients(ctx: Any, weights: list[Tensor], dys: Sequence[Tensor], whole: Callable[[], Tensor]) -> list[Optional]:
+    """Weight gradients, now or later, and bias gradients; ``whole`` gives the whole input when it is needed."""
+
+    def compute() -> list[Tensor]:
+        x_SBD = whole()
+        return [weight_gradient(dy, x_SBD) for dy in dys]
+
     found: list[Optional] = []
-    for dy, biased in zip(dys, ctx.biased, strict=True):
-        found += [weight_gradient(dy, x_SBD), bias_gradient(dy) if biased else None]
+    for dw, dy, biased in zip(now_or_later(weights, compute), dys, ctx.biased, strict=True):
+        found += [dw, bias_gradient(dy) if biased else None]
     return found
 
 
@@ -58,7 +65,7 @@ def _hidden_backward(ctx: Any, dys: tuple[Tensor, ...], start: Callable[[Tensor,
     """Input gradient, its collective, the weight gradients beside it; the whole input was kept."""
     x_SBD, weights, grads = _saved(ctx, dys)
     dx = start(input_gradient(grads, weights), ctx.axis)
-    found = _parameter_gradients(ctx, grads, x_SBD)
+    found = _parameter_gradients(ctx, weights, grads, lambda: x_SBD)
     return dx.wait(), None, *found
 
 
@@ -98,7 +105,7 @@ class Regathered(Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
         x_sBD, weights, grads = _saved(ctx, dys)
         dx_sBD = reduce_scatter(input_gradient(grads, weights), ctx.axis)
-        return dx_sBD, None, *_parameter_gradients(ctx, grads, all_gather(x_sBD, ctx.axis))
+        return dx_sBD, None, *_parameter_gradients(ctx, weights, grads, partial(all_gather, x_sBD, ctx.axis))
 
 
 class HiddenRegathered(Function):
@@ -111,9 +118,10 @@ class HiddenRegathered(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
         x_sBD, weights, grads = _saved(ctx, dys)
-        x_SBD = start_all_gather(x_sBD, ctx.axis)
+        # Put off, the input would be kept whole until then: it is gathered when its time has come, and hides behind nothing.
+        gather = partial(all_gather, x_sBD, ctx.axis) if is_putting_off() else start_all_gather(x_sBD, ctx.axis).wait
         dx_sBD = start_reduce_scatter(input_gradient(grads, weights), ctx.axis)
-        found = _parameter_gradients(ctx, grads, x_SBD.wait())
+        found = _parameter_gradients(ctx, weights, grads, gather)
         return dx_sBD.wait(), None, *found
 
 

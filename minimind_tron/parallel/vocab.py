@@ -14,13 +14,13 @@ Source: Shoeybi et al., arXiv 1909.08053, section 3. There the sum and the label
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from minimind_tron.collectives import all_reduce
 from minimind_tron.errors import TronError
 from minimind_tron.layout import Cut
+from minimind_tron.parallel import linear
 
 IGNORED = -100
 
@@ -50,7 +50,7 @@ def look_up(ids_SB: Tensor, weight_vD: Tensor, cut: Cut, vocab_size: int) -> Ten
     begin, end = cut.rows(vocab_size, cut.piece)
     elsewhere = (ids_SB < begin) | (ids_SB >= end)
     rows_SB = (ids_SB - begin).masked_fill(elsewhere, 0)
-    return F.embedding(rows_SB, weight_vD).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return linear.look_up(rows_SB, weight_vD).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def _real(logits_SBv: Tensor, real_columns: int) -> Tensor:

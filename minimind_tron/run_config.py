@@ -1,0 +1,230 @@
+"""What a command is told: a model on a mesh and what is to be done with it; checked as ``config`` is, without importing torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+import tyro
+from pydantic import model_validator
+
+from minimind_tron.config import (
+    BatchConfig,
+    Config,
+    Device,
+    Dtype,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    ScheduleName,
+    StrategyConfig,
+    check_cut,
+    check_depth,
+    flag,
+)
+from minimind_tron.errors import TronError
+
+DEFAULT_STEPS = 1000
+DRAWABLE = 20_000
+
+
+def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> None:
+    if path is not None and not path.exists():
+        raise TronError(f"{name}={path} is not there, a {kinds} is wanted", f"change {flag(name)}")
+
+
+def _writable(name: str, path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise TronError(f"{name}={path} is not a file in a folder that is there", f"change {flag(name.removesuffix('_file'))}")
+
+
+class RunConfig(Config):
+    """What train and validate have in common: a model, on a mesh, on a device."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    seed: int = 42
+    """Decides the weights at step 0 and the order of the samples."""
+    device: Device = "auto"
+    """auto takes the GPU where there is one."""
+    trace: Path | None = None
+    """Where every action and collective of one step goes, as Chrome / Perfetto trace JSON, with a .png and a .html beside it."""
+
+    @model_validator(mode="after")
+    def _check_run(self) -> Self:
+        self._at_least(0, "seed")
+        self.check_model()
+        _writable("trace", self.trace)
+        return self
+
+    def check_model(self) -> None:
+        """Refuse a model that the mesh cannot cut, and samples longer than its positions.
+
+        Raises: TronError.
+        """
+        check_cut(self.model, self.mesh)
+        check_depth(self.model, self.mesh.pp_size, self.pipeline)
+        if self.batch.seq_len > self.model.max_position_embeddings:
+            raise TronError(
+                f"seq_len={self.batch.seq_len} is beyond max_position_embeddings={self.model.max_position_embeddings}",
+                "lower --seq-len or raise --max-position-embeddings",
+            )
+
+    def check_before_start(self) -> None:
+        """What only the process that starts the ranks, or rank 0, may ask; see the commands.
+
+        Raises: TronError.
+        """
+
+
+class TrainConfig(RunConfig):
+    """Train on text, measure held-out loss, export the model."""
+
+    data: Path | None = None
+    """A .txt file or a .jsonl file of {"text": ...}; the standard library's sources unless given."""
+    tokenizer: Path | None = None
+    """A Hugging Face tokenizer folder; bytes unless given."""
+    output_dir: Path = Path("out/train")
+    """Where metrics, the loss curve and the model go; must not hold another run."""
+    dtype: Literal["float64", "float32"] = "float32"
+    """Type of weights, activations and messages."""
+    steps: int | None = None
+    """Optimizer steps; 1000 unless --epochs is given."""
+    epochs: float | None = None
+    """Passes over the training samples, instead of --steps."""
+    log_interval: int = 10
+    """Steps between two lines in the metrics file."""
+    eval_interval: int = 200
+    """Steps between two measurements of the held-out loss; the last step always has one."""
+    eval_batches: int = 16
+    """Microbatches of held-out text a measurement takes."""
+    sample_tokens: int = 200
+    """Length of the greedy sample at the end; 0 for none."""
+    sample_prompt: str = "def "
+    """What the greedy sample continues."""
+
+    @model_validator(mode="after")
+    def _check_train(self) -> Self:
+        self._at_least(1, "steps", "log_interval", "eval_interval", "eval_batches")
+        self._at_least(0, "sample_tokens")
+        if self.steps is not None and self.epochs is not None:
+            raise TronError(f"steps={self.steps} and epochs={self.epochs} were both given", "give --steps or --epochs")
+        if self.epochs is not None and self.epochs <= 0:
+            raise TronError(f"epochs={self.epochs} was given, more than 0 is wanted", "change --epochs")
+        if self.epochs is None and self.optimizer.warmup_steps >= (self.steps or DEFAULT_STEPS):
+            raise TronError(
+                f"warmup_steps={self.optimizer.warmup_steps} leaves none of {self.steps or DEFAULT_STEPS} steps at the peak",
+                "lower --warmup-steps or raise --steps",
+            )
+        if not self.sample_prompt:
+            raise TronError("sample_prompt is empty, text to continue is wanted", "change --sample-prompt")
+        _existing("data", self.data, "file")
+        if self.data is not None and self.data.is_file() and not self.data.stat().st_size:
+            raise TronError(f"data={self.data} is empty", "set --data to a .txt or .jsonl file with text")
+        _existing("tokenizer", self.tokenizer, "folder")
+        return self
+
+    def check_before_start(self) -> None:
+        """Refuse an output folder that another run has written to.
+
+        Raises: TronError when it is not empty, or is a file.
+        """
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise TronError(f"output_dir={self.output_dir} is a file, a folder is wanted", "change --output-dir")
+        if self.output_dir.exists() and any(self.output_dir.iterdir()):
+            raise TronError(f"output_dir={self.output_dir} holds another run", "choose an empty --output-dir")
+
+
+class ValidateConfig(RunConfig):
+    """Prove the parallel model equal to transformers' Qwen3."""
+
+    dtype: Dtype = "float64"
+    """Type of weights and activations; the oracle is float64 always."""
+    optimizer_steps: int = 20
+    """AdamW steps after the first comparison."""
+    log_interval: int = 5
+    """Steps between two comparisons of the logits."""
+    check_backward: bool = True
+    """Compare gradients and take optimizer steps."""
+    atol: float | None = None
+    """With --rtol, replaces the rule: a tensor may be off by atol + rtol * its largest element."""
+    rtol: float | None = None
+    """See --atol."""
+    weights: Path | None = None
+    """A Hugging Face Qwen3 folder, whose config.json replaces the model's flags, or a MiniMind .pth file; drawn by --seed
+    unless given."""
+    json_file: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
+    """Where the whole report goes as JSON."""
+
+    @model_validator(mode="after")
+    def _check_validate(self) -> Self:
+        self._at_least(0, "optimizer_steps", "atol", "rtol")
+        self._at_least(1, "log_interval")
+        if self.batch.seq_len < 2:
+            raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
+        _existing("weights", self.weights)
+        _writable("json_file", self.json_file)
+        return self
+
+    def check_model(self) -> None:
+        """Refuse a model that the mesh cannot cut, once it is known: a folder of weights brings its own.
+
+        Raises: TronError.
+        """
+        if self.weights is None or not self.weights.is_dir():
+            super().check_model()
+
+    def with_model(self, model: ModelConfig) -> Self:
+        """This config about the model in its weights folder.
+
+        Raises: TronError when the mesh cannot cut that model.
+        """
+        known = self.model_copy(update={"model": model})
+        RunConfig.check_model(known)
+        return known
+
+
+class ScheduleConfig(Config):
+    """Draw pipeline schedules side by side, without running them."""
+
+    pp_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
+    """Stages."""
+    pp_schedule: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    """One schedule or several; all unless given."""
+    virtual_stages: int | None = None
+    """Chunks of the model on each stage, for interleaved: 2 unless given."""
+    num_microbatches: int = 8
+    """Microbatches of a step."""
+    cost_forward: float = 1.0
+    """Time of a stage's forward of one microbatch."""
+    cost_input_gradient: float = 1.0
+    """Time of a stage's input gradient."""
+    cost_weight_gradient: float = 1.0
+    """Time of a stage's weight gradient."""
+    cost_message: float = 0.0
+    """Time of a message between stages; it keeps nobody busy."""
+    png: Path | None = None
+    """Where the drawing goes as a picture."""
+    html: Path | None = None
+    """Where the drawing goes as a page of its own, with what every action waited for."""
+    json_file: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
+    """Where schedules, messages and times go as JSON."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._at_least(1, "pp_size", "virtual_stages", "num_microbatches")
+        self._at_least(0, "cost_input_gradient", "cost_weight_gradient", "cost_message")
+        for name in ("png", "html", "json_file"):
+            _writable(name, getattr(self, name))
+        if self.cost_forward <= 0:
+            raise TronError(f"cost_forward={self.cost_forward} was given, more than 0 is wanted", "change --cost-forward")
+        actions = self.pp_size * self.num_microbatches * max(2, self.virtual_stages or 2)
+        if actions > DRAWABLE:
+            raise TronError(
+                f"{actions} forwards were asked for, and no eye can follow more than {DRAWABLE}",
+                "lower --pp-size, --num-microbatches or --virtual-stages",
+            )
+        return self
