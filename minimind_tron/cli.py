@@ -14,25 +14,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from minimind_tron import __version__
-from minimind_tron.config import flag, nearest
-from minimind_tron.config_files import fields_of, from_toml, with_weights
+from minimind_tron.config import Config, flag, nearest
+from minimind_tron.config_files import ALIASES, fields_of, from_toml, with_weights
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs on ranks: what it is told, and the module that does it.
+    """A command: what it is told, and the module that does it.
 
-    ``check(config)`` of the module refuses, before ranks are started, files that every rank would refuse; ``run(config, world)``
-    is the command, on every rank.
-
-    ``timeout_s`` is how long a rank may wait for another: in validate all wait for rank 0 while it runs the dense model.
+    On ranks: ``check(config)`` of the module refuses, before they are started, files that every rank would refuse; ``run(config,
+    world)`` is the command, on every rank. ``timeout_s`` is how long a rank may wait for another: in validate all wait for rank 0
+    while it runs the dense model. A command that needs no ranks has ``run(config)`` alone, and no timeout.
     """
 
-    config: type[RunConfig]
+    config: type[Config]
     summary: str
-    timeout_s: float
+    timeout_s: float | None
 
     @property
     def module(self) -> str:
@@ -43,6 +42,7 @@ class Command:
 COMMANDS = {
     "train": Command(TrainConfig, "train on text over any mesh, and export the model", 600.0),
     "validate": Command(ValidateConfig, "prove the parallel model equal to the dense one", 6 * 3600.0),
+    "schedule": Command(ScheduleConfig, "draw pipeline schedules side by side, without running them", None),
 }
 USAGE = f"""usage: minimind-tron COMMAND [flags]      (the same as python -m minimind_tron)
 
@@ -69,22 +69,22 @@ def _one_line(boxed: str) -> str:
     return re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number", " ".join(words))
 
 
-def _unknown(argument: str, config: type[RunConfig]) -> TronError:
+def _unknown(argument: str, config: type[Config]) -> TronError:
     if argument.lower() in ("true", "false", "yes", "no", "on", "off", "0", "1"):
         return TronError(f"the value {argument} follows a switch, which takes none", "write --switch or --no-switch")
     name = argument.lstrip("-").split("=")[0]
     for command, other in COMMANDS.items():
-        if argument.startswith("--") and name.replace("-", "_") in fields_of(other.config):
+        if argument.startswith("--") and ALIASES.get(name, name.replace("-", "_")) in fields_of(other.config):
             return TronError(f"{argument} is a flag of {command}, not of this command", "leave it out")
-    known = {flag(field): field for field in fields_of(config)} | {"--tp": "tp_size", "--config": "config"}
-    hint = nearest(name, [spelled.lstrip("-").replace("-", "_") for spelled in known])
+    fields = fields_of(config)
+    hint = nearest(name, [*fields, *(short for short, long in ALIASES.items() if long in fields), "config"])
     if hint:
         guess = hint.removeprefix("did you mean ").removesuffix("?")
         hint = f"did you mean {flag(guess)}?"
     return TronError(f"{argument} is not a known flag", hint or "see --help")
 
 
-def parse(command: str, arguments: list[str]) -> RunConfig:
+def parse(command: str, arguments: list[str]) -> Config:
     """The config that flags and ``--config`` file describe; flags win.
 
     Raises: TronError for unknown flags, values of the wrong type and everything the config checks. SystemExit after --help.
@@ -145,7 +145,10 @@ def run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         what = f"{rest[0]} was given to env, which takes nothing" if name == "env" else f"{name} is not a command"
         raise TronError(what, nearest(name, COMMANDS) or f"use one of {', '.join([*COMMANDS, 'env'])}")
-    return _run_on_ranks(name, parse(name, rest), arguments)
+    config = parse(name, rest)
+    if isinstance(config, RunConfig):
+        return _run_on_ranks(name, config, arguments)
+    return importlib.import_module(COMMANDS[name].module).run(config).exit_code
 
 
 def _run_on_ranks(name: str, config: RunConfig, arguments: list[str]) -> int:
@@ -159,7 +162,9 @@ def _run_on_ranks(name: str, config: RunConfig, arguments: list[str]) -> int:
         if ranks > 1:
             importlib.import_module(COMMANDS[name].module).check(config)
             return runtime.launch(arguments, ranks, device=config.device)
-    with runtime.session(device=config.device, timeout_s=COMMANDS[name].timeout_s) as world:
+    timeout_s = COMMANDS[name].timeout_s
+    assert timeout_s is not None, f"{name} runs on ranks"
+    with runtime.session(device=config.device, timeout_s=timeout_s) as world:
         return importlib.import_module(COMMANDS[name].module).run(config, world).exit_code
 
 

@@ -13,7 +13,7 @@ from minimind_tron.run_config import ValidateConfig
 
 C = TypeVar("C", bound=Config)
 # Short flags that the command line takes, too.
-ALIASES = {"tp": "tp_size", "json": "json_file"}
+ALIASES = {"tp": "tp_size", "pp": "pp_size", "json": "json_file"}
 # What transformers' Qwen3Config assumes for a key that a config.json leaves out.
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,

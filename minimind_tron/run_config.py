@@ -57,6 +57,8 @@ class RunConfig(Config):
     def _check_run(self) -> Self:
         self._at_least(0, "seed")
         self.check_model()
+        if self.trace is not None and self.trace.suffix.lower() != ".json":
+            raise TronError(f"trace={self.trace} is not a .json file", "change --trace")
         _writable("trace", self.trace)
         return self
 
@@ -167,6 +169,8 @@ class ValidateConfig(RunConfig):
             raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
         _existing("weights", self.weights)
         _writable("json_file", self.json_file)
+        if self.trace is not None and not (self.check_backward and self.optimizer_steps):
+            raise TronError("trace was given, but no optimizer step", "raise --optimizer-steps, or leave out --trace")
         return self
 
     def check_model(self) -> None:

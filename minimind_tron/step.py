@@ -17,6 +17,7 @@ from minimind_tron.model import Model
 from minimind_tron.optim import clip_gradients, global_norm
 from minimind_tron.parallel import pipeline
 from minimind_tron.parallel.data import sum_gradients
+from minimind_tron.parallel.schedules import Schedule
 from minimind_tron.parallel.vocab import IGNORED, check_ids
 from minimind_tron.tokens import Batch
 
@@ -73,6 +74,11 @@ def run_pipeline(
     return pipeline.run(schedule, program, pp, work, timed)
 
 
+def schedule_of(model: Model, passes: int) -> Schedule:
+    """The schedule of a training step of so many microbatches."""
+    return pipeline.plan(model.pipeline, model.mesh.pp.size, passes, backward=True)[0]
+
+
 def _total(model: Model, losses: dict[int, Tensor]) -> float:
     """The sum of what the last stage has, in the order of microbatches, on every stage."""
     total = torch.zeros((), dtype=torch.float64, device=model.storage.device)
@@ -102,9 +108,16 @@ def compute_gradients(
     return _total(model, losses), valid
 
 
-def train_step(model: Model, optimizer: torch.optim.Optimizer, batch: Batch, micro_batch_size: int, clip_norm: float) -> StepResult:
+def train_step(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    micro_batch_size: int,
+    clip_norm: float,
+    timed: list[pipeline.Timed] | None = None,
+) -> StepResult:
     """Gradients, their true norm, clipping, and the optimizer's update."""
-    loss, valid = compute_gradients(model, batch, micro_batch_size)
+    loss, valid = compute_gradients(model, batch, micro_batch_size, timed)
     if not valid:
         return StepResult(0.0, 0, 0.0)
     norm = global_norm(model.parameters(), model.mesh)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,11 +22,14 @@ from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
 from minimind_tron.run_config import DEFAULT_STEPS, TrainConfig
 from minimind_tron.runtime import say
-from minimind_tron.step import StepResult, evaluate, train_step
+from minimind_tron.step import StepResult, evaluate, schedule_of, train_step
 from minimind_tron.tokens import Corpus, batch_at, heldout_batches
+from minimind_tron.trace import traced
 
 # Without a terminal, a line at most this often: a log file is not a progress bar.
 PLAIN_INTERVAL_S = 10.0
+# The first steps are slower than those to come: memory is allocated, kernels are chosen.
+TRACED_STEP = 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,10 @@ class Heldout:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the loop did: the last step's loss in nats a token, the last held-out loss, labels learned from, wall time."""
+    """What the loop did: the last step's loss in nats a token, the last held-out loss, labels learned from, wall time.
+
+    ``traced`` is whether a step was traced.
+    """
 
     steps: int
     skipped: int
@@ -46,6 +53,7 @@ class Trained:
     heldout: Heldout
     tokens: int
     seconds: float
+    traced: bool = False
 
 
 class Metrics:
@@ -197,6 +205,7 @@ class Trainer:
         self.steps = count_steps(config, len(corpus.train))
         self.optimizer = build_adamw(model, config.optimizer)
         self.tally, self.skipped, self.loss = Tally(), 0, math.nan
+        self.trace = config.trace
 
     def run(self) -> Trained:
         """All steps. Raises: TronError when the loss or the gradient norm is not finite."""
@@ -206,15 +215,23 @@ class Trainer:
             self._train(step, start_s)
             if step % self.config.eval_interval == 0 or step == self.steps:
                 heldout = self._measure(step)
-        return Trained(self.steps, self.skipped, self.loss, heldout, self.tally.tokens, time.perf_counter() - start_s)
+        seconds, traced = time.perf_counter() - start_s, self.trace is not self.config.trace
+        return Trained(self.steps, self.skipped, self.loss, heldout, self.tally.tokens, seconds, traced)
 
     def _train(self, step: int, start_s: float) -> None:
         config, begin_s = self.config, time.perf_counter()
         learning_rate = learning_rate_at(step - 1, self.steps, config.optimizer)
         set_learning_rate(self.optimizer, learning_rate)
         batch = batch_at(self.corpus.train, step - 1, config.batch.samples, config.seed)
-        size, clip_norm = config.batch.micro_batch_size, config.optimizer.clip_norm
-        result = train_step(self.model, self.optimizer, batch, size, clip_norm)
+        run = partial(train_step, self.model, self.optimizer, batch, config.batch.micro_batch_size, config.optimizer.clip_norm)
+        if self.trace and step >= min(TRACED_STEP, self.steps):
+            result, bubbles = traced(self.trace, schedule_of(self.model, config.batch.passes), self.model.mesh, run)
+            # A step without any label has nothing to show; then the next one is traced.
+            self.trace = self.trace if bubbles is None else None
+            if bubbles:
+                say(f"step {step}: traced; bubble {bubbles}")
+        else:
+            result = run()
         check_finite(step, result, learning_rate)
         self.tally.add(result.valid_tokens, time.perf_counter() - begin_s)
         if not result.valid_tokens:

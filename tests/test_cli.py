@@ -103,8 +103,8 @@ def test_a_written_config_runs_again(tmp_path: Path) -> None:
 
 MISTAKES = [
     ("trian", "trian is not a command; did you mean train?"),
-    ("frobnicate", "frobnicate is not a command; use one of train, validate, env"),
-    ("env x", "x was given to env, which takes nothing; use one of train, validate, env"),
+    ("frobnicate", "frobnicate is not a command; use one of train, validate, schedule, env"),
+    ("env x", "x was given to env, which takes nothing; use one of train, validate, schedule, env"),
     ("train --hiden-size 4", "--hiden-size is not a known flag; did you mean --hidden-size?"),
     ("train --hiden_size=4", "--hiden_size=4 is not a known flag; did you mean --hidden-size?"),
     ("validate --optimiser-steps 4", "--optimiser-steps is not a known flag; did you mean --optimizer-steps?"),
@@ -126,6 +126,41 @@ MISTAKES = [
     ("train --config", "--config: expected one argument; give the path of a TOML file"),
     ("train --config gone.toml", "config=gone.toml cannot be read (No such file or directory); change --config"),
     ("train --data gone.txt", "data=gone.txt is not there, a file is wanted; change --data"),
+    ("train --pp 9", "num_hidden_layers=8 cannot be cut over pp=9: every chunk holds a layer; use --pp-size 8 or fewer"),
+    (
+        "validate --pp 5 --pp-schedule interleaved",
+        "num_hidden_layers=8 cannot be cut over pp=5 x virtual_stages=2: every chunk holds a layer; use --pp-size 4 or fewer",
+    ),
+    ("train --pp 2 --pp-layout 3,4", "pp_layout=3,4 has 7 layers, num_hidden_layers=8; change --pp-layout"),
+    ("train --pp 2 --pp-layout 8", "pp_layout=8 has 1 parts, pp=2 has 2; change --pp-layout"),
+    ("train --pp 2 --pp-layout 8,0", "pp_layout=8,0 leaves a chunk without a layer; change --pp-layout"),
+    (
+        "train --pp 2 --pp-layout 4;4",
+        "pp_layout='4;4' was given, numbers of layers such as 3,5,4,4 are wanted; change --pp-layout",
+    ),
+    (
+        "train --virtual-stages 2",
+        "virtual_stages=2 was given, but 1f1b has 1 a stage; use --virtual-stages 1, or --pp-schedule interleaved",
+    ),
+    ("train --pp-schedule zb-v --virtual-stages 1", "virtual_stages=1 was given, but zb-v has 2 a stage; use --virtual-stages 2"),
+    (
+        "train --num-microbatches 3 --global-batch-size 4",
+        "num_microbatches=3 of micro_batch_size=2 make 6 samples, but global_batch_size=4; "
+        "give one of --num-microbatches and --global-batch-size",
+    ),
+    (
+        "train --global-batch-size 5",
+        "global_batch_size=5 is not a whole number of micro_batch_size=2; use --global-batch-size 4 or 6",
+    ),
+    ("train --trace a.html", "trace=a.html is not a .json file; change --trace"),
+    ("train --trace gone/a.json", "trace=gone/a.json is not a file in a folder that is there; change --trace"),
+    (
+        "validate --trace a.json --optimizer-steps 0",
+        "trace was given, but no optimizer step; raise --optimizer-steps, or leave out --trace",
+    ),
+    ("schedule --pp 0", "pp_size=0 was given, at least 1 is wanted; change --pp-size"),
+    ("schedule --cost-forward 0", "cost_forward=0.0 was given, more than 0 is wanted; change --cost-forward"),
+    ("schedule --tp 2", "--tp is a flag of train, not of this command; leave it out"),
     ("validate --seq-len 1", "seq_len=1 was given, and a single position has no gradient for q and k; use --seq-len 2 or more"),
 ]
 

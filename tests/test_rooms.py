@@ -28,6 +28,7 @@ ROOMS = [
     {"panels"},
     {"gantt_page"},
     {"figures", "gantt"},
+    {"trace"},
     {"step"},
     {"judge", "oracle", "sampling"},
     {"trainer"},

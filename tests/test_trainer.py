@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind_tron import trainer
 from minimind_tron.commands.train import TrainResult, beginning, claim_output, heldout_text, run, take_sample
-from minimind_tron.config import BatchConfig, MeshConfig
+from minimind_tron.config import BatchConfig, MeshConfig, PipelineConfig
 from minimind_tron.config_files import from_toml
 from minimind_tron.errors import TronError
 from minimind_tron.layout import initialise
@@ -82,7 +82,7 @@ def config_for(data: Path, **changes: Any) -> TrainConfig:
 def build(config: TrainConfig) -> Model:
     size = config.mesh.world_size
     mesh = build_mesh(config.mesh, dist.get_rank() if size > 1 else 0, size)
-    model = Model(config.model, mesh, config.strategy, dtype=getattr(torch, config.dtype))
+    model = Model(config.model, mesh, config.strategy, config.pipeline, dtype=getattr(torch, config.dtype))
     initialise(model, config.seed)
     return model
 
@@ -106,12 +106,19 @@ def train_and_report(config: TrainConfig, metrics: Path) -> tuple[float, Heldout
     return done.loss, done.heldout
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "async"])
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp_size": 2}, "strategy": SWITCHES},
+    "tp, async": {"mesh": {"tp_size": 2}, "strategy": {**SWITCHES, "async_communication": True}},
+    "pp, 1f1b": {"mesh": {"pp_size": 2}},
+    "pp, zb-h1": {"mesh": {"pp_size": 2}, "pipeline": {"pp_schedule": "zb-h1"}},
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("dtype", "within"), [("float64", 1e-9), ("float32", 1e-4)])
-def test_fifty_steps_on_two_ranks_are_those_of_one_process(tmp_path: Path, dtype: str, within: float, hidden: bool) -> None:
+def test_fifty_steps_on_two_ranks_are_those_of_one_process(tmp_path: Path, dtype: str, within: float, topology: str) -> None:
     alone = config_for(text_file(tmp_path), dtype=dtype, steps=50, eval_interval=25)
-    split = config_for(alone.data, dtype=dtype, steps=50, eval_interval=25, mesh=MeshConfig(tp_size=2))
-    split = split.model_copy(update={"strategy": split.strategy.model_copy(update={**SWITCHES, "async_communication": hidden})})
+    split = config_for(alone.data, dtype=dtype, steps=50, eval_interval=25, **TOPOLOGIES[topology])
     ((loss, heldout),) = pool(1).run(train_and_report, alone, tmp_path / "one.jsonl")
     both = pool(2).run(train_and_report, split, tmp_path / "two.jsonl")
     assert both[0] == both[1], "ranks agree to the bit"
@@ -338,12 +345,13 @@ def run_here(config: TrainConfig) -> TrainResult:
     return run(config, here(config))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_run_leaves_a_folder_that_others_can_use(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_run_leaves_a_folder_that_others_can_use(tmp_path: Path, tp: int, pp: int) -> None:
     out = tmp_path / "out" / "train"
-    config = config_for(text_file(tmp_path), output_dir=out, mesh=MeshConfig(tp_size=size), steps=20, dtype="float64")
-    config = config.model_copy(update={"strategy": config.strategy.model_copy(update=SWITCHES)})
-    results = pool(size).run(run_here, config)
+    config = config_for(
+        text_file(tmp_path), output_dir=out, mesh={"tp_size": tp, "pp_size": pp}, strategy=SWITCHES, steps=20, dtype="float64"
+    )
+    results = pool(tp * pp).run(run_here, config)
     assert all(result.exit_code == 0 and result.files == results[0].files for result in results)
     assert len({(result.loss, result.sample) for result in results}) == 1
     assert sorted(path.name for path in out.iterdir()) == ["config.toml", "loss.png", "metrics.jsonl", "model", "sample.txt"]
@@ -371,6 +379,15 @@ def test_a_run_says_what_it_is_and_where_it_stands(tmp_path: Path, capsys: pytes
     assert said.count(f"uniform {math.log(257):.3f}, byte frequencies alone") == 2, "before and beside the last loss"
     assert f"{result.heldout_nats_per_byte:.4f} nats/byte" in said
     assert "text.txt: 1 file" in said
+
+
+def test_a_run_says_its_pipeline_and_traces_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for(text_file(tmp_path), output_dir=tmp_path / "out", sample_tokens=0, trace=tmp_path / "t.json")
+    result = run_here(config.model_copy(update={"pipeline": PipelineConfig(pp_schedule="zb-v")}))
+    said = capsys.readouterr().out
+    assert "zb-v; layers 0-0 on stage 0, 1-1 on stage 0" in said
+    assert "step 3: traced; bubble wall clock" in said
+    assert {"t.json", "t.png", "t.html"} <= {path.name for path in result.files if path.exists()}
 
 
 def claims(config: TrainConfig) -> str:

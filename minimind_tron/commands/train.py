@@ -15,11 +15,13 @@ from minimind_tron.interop import save_hugging_face
 from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
+from minimind_tron.parallel.pipeline import describe
 from minimind_tron.run_config import TrainConfig
 from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from minimind_tron.tokens import Corpus, Samples, load_corpus
+from minimind_tron.trace import files_of
 from minimind_tron.trainer import References, Trained, count_steps, train, unigram_entropy
 
 
@@ -76,6 +78,8 @@ def run(config: TrainConfig, world: World) -> TrainResult:
         files.append(config.output_dir / "sample.txt")
         if mesh.rank == 0:
             files[-1].write_text(sample.text, encoding="utf-8")
+    if config.trace is not None and trained.traced:
+        files += files_of(config.trace)
     return _conclude(trained, references, sample, tuple(files))
 
 
@@ -130,6 +134,8 @@ def introduce(config: TrainConfig, mesh: Mesh, corpus: Corpus, references: Refer
     batch, steps = config.batch, count_steps(config, len(corpus.train))
     say(f"model       {config.model.num_parameters:,} parameters, {config.dtype}")
     say(f"mesh        {degrees}; {switches(config.strategy)}")
+    if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
+        say(f"pipeline    {pipeline}")
     say(f"data        {corpus.description}")
     say(f"training    {steps:,} steps of {batch.samples} x {batch.seq_len} tokens, in microbatches of {batch.micro_batch_size}")
     say(f"references  {_references(references)}")

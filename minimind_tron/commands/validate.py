@@ -20,11 +20,13 @@ from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, global_norm
 from minimind_tron.oracle import DenseSubject, build_qwen3, load_qwen3
+from minimind_tron.parallel.pipeline import describe
 from minimind_tron.parallel.vocab import IGNORED
 from minimind_tron.run_config import ValidateConfig
 from minimind_tron.runtime import World, all_cores, say
-from minimind_tron.step import compute_gradients, evaluate, logits_of, train_step
+from minimind_tron.step import compute_gradients, evaluate, logits_of, schedule_of, train_step
 from minimind_tron.tokens import Batch
+from minimind_tron.trace import traced
 
 # Ones in norms and zeros in biases would hide what is done to them.
 SPREAD = 0.1
@@ -53,6 +55,7 @@ class ParallelSubject:
 
     def __init__(self, model: Model, config: ValidateConfig) -> None:
         self.model, self.micro_batch_size = model, config.batch.micro_batch_size
+        self.trace, self.steps_left, self.passes = config.trace, config.optimizer_steps, config.batch.passes
         self.adamw, self.clip_norm = build_adamw(model, config.optimizer), config.optimizer.clip_norm
 
     def logits(self, batch: Batch) -> Tensor:
@@ -71,8 +74,14 @@ class ParallelSubject:
         return self._whole({name: (w.grad, layout_of(w)) for name, w in named if w.grad is not None}), norm
 
     def step(self, batch: Batch) -> None:
-        """One training step, clipped as in training."""
-        train_step(self.model, self.adamw, batch, self.micro_batch_size, self.clip_norm)
+        """One training step, clipped as in training; the last one is traced, if any is to be."""
+        run = partial(train_step, self.model, self.adamw, batch, self.micro_batch_size, self.clip_norm)
+        self.steps_left -= 1
+        if self.trace and not self.steps_left:
+            _, bubbles = traced(self.trace, schedule_of(self.model, self.passes), self.model.mesh, run)
+            say(f"traced the last step: bubble {bubbles}")
+        else:
+            run()
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter as it is now."""
@@ -310,6 +319,8 @@ def run(config: ValidateConfig, world: World) -> Report:
     switches = [name.replace("_", " ") for name, value in config.strategy if value is True and name != "sp_recompute"]
     say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
     say(f"mesh {degrees}; {', '.join(switches) or 'no other switch'}")
+    if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
+        say(f"pipeline {pipeline}; {config.batch.passes} microbatches")
     report = validate(config, mesh, world.device)
     show(report)
     if config.json_file and mesh.rank == 0:

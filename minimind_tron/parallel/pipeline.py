@@ -81,6 +81,14 @@ def cut_layers(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> tu
     return tuple(Chunk(i, range(starts[i], starts[i] + sizes[i]), i == 0, i == count - 1) for i in range(count))
 
 
+def describe(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> str:
+    """The schedule and which layers are where, in words; empty where one stage has the whole model as one chunk."""
+    chunks = cut_layers(config, pipeline, stages)
+    place = placement_of(pipeline.pp_schedule, stages, pipeline.chunks_a_stage).stage_of
+    parts = [f"{c.layers[0]}-{c.layers[-1]} on stage {place(c.number)}" for c in chunks]
+    return f"{pipeline.pp_schedule}; layers {', '.join(parts)}" if len(chunks) > 1 else ""
+
+
 @lru_cache(maxsize=64)
 def plan(pipeline: PipelineConfig, stages: int, microbatches: int, backward: bool) -> tuple[Schedule, Program]:
     """The schedule that a config asks for, or the forward half for evaluation, and its program."""
