@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-full lint clean
+.PHONY: demo test test-full lint measure-pipeline clean
 
 demo: $(READY)  ## train the demo preset on 2 processes, then prove it equal to the dense model
 	rm -rf out/demo
@@ -23,9 +23,12 @@ test: $(READY)  ## the whole test suite
 test-full: $(READY)  ## also the whole products, with the listed numbers of steps; takes much longer
 	$(BIN)/python -m pytest --full
 
+measure-pipeline: $(READY)  ## the figures of pipelines in the docs: some minutes on two idle cores
+	$(BIN)/python -m measurements.pipeline
+
 lint: $(READY)
-	$(BIN)/ruff check minimind_tron tests
-	$(BIN)/ruff format --check minimind_tron tests
+	$(BIN)/ruff check minimind_tron tests measurements
+	$(BIN)/ruff format --check minimind_tron tests measurements
 	$(BIN)/mypy
 
 clean:

@@ -26,7 +26,7 @@ from minimind_tron.config import MeshConfig, ModelConfig, PipelineConfig
 from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
-from minimind_tron.parallel.pipeline import Timed, plan
+from minimind_tron.parallel.pipeline import Timed, _Stage, plan
 from minimind_tron.parallel.schedules import NAMES, Action, Costs, simulate
 from minimind_tron.step import compute_gradients
 from minimind_tron.tokens import Batch
@@ -87,8 +87,6 @@ class Graphs:
     @contextmanager
     def watched(self) -> Any:
         """Count in every forward that runs inside, and look after every action."""
-        from minimind_tron.parallel.pipeline import _Stage
-
         act = _Stage.act
 
         def watched(stage: Any, action: Action) -> None:
@@ -96,9 +94,9 @@ class Graphs:
             act(stage, action)
             self.most = max(self.most, len({p for p, n in self.kept.items() if n > 0} | set(stage.put_off)))
 
-        with mock.patch.object(_Stage, "act", watched):
-            with saved_tensors_hooks(lambda x: self.Kept(x, self.doing, self.kept), lambda kept: kept.tensor):
-                yield
+        hooks = saved_tensors_hooks(lambda x: self.Kept(x, self.doing, self.kept), lambda kept: kept.tensor)
+        with mock.patch.object(_Stage, "act", watched), hooks:
+            yield
 
 
 def batch_of(samples: int) -> Batch:
@@ -115,11 +113,11 @@ def build(name: Any, mesh: Mesh) -> Model:
 
 
 def measure_peak(name: str, mesh: Mesh, microbatches: int) -> int:
-    """The most bytes this stage allocated in a step, gradients not counted."""
+    """The most bytes that a step keeps allocated on this stage: activations, gradients, messages, temporaries."""
     model = build(name, mesh)
     with Storages() as storages:
         compute_gradients(model, batch_of(microbatches), 1)
-    return storages.peak - sum(w.numel() * w.element_size() for w in model.parameters())
+    return storages.peak
 
 
 def measure_alive(name: str, mesh: Mesh, microbatches: int) -> tuple[int, int]:
@@ -155,7 +153,7 @@ def draw(peaks: dict[str, dict[int, list[int]]], path: Path) -> None:
             mib = [peaks[name][m][stage] / 2**20 for m in counts]
             axes.plot(counts, mib, color=color, marker=marker, linestyle=line, alpha=alpha, label=f"{name}, stage {stage}")
     axes.set_xlabel("microbatches in a step")
-    axes.set_ylabel("peak memory of a step,\nweights and gradients not counted (MiB)")
+    axes.set_ylabel("peak memory of a step, gradients included,\nweights not (MiB)")
     axes.set_ylim(bottom=0)
     axes.set_xticks(MICROBATCHES)
     axes.spines[["top", "right"]].set_visible(False)
