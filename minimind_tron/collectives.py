@@ -42,6 +42,7 @@ class Entry:
 
 _ledger: list[Entry] | None = None
 _action = ""
+_backward = False
 
 
 @contextmanager
@@ -61,20 +62,20 @@ def ledger() -> Iterator[list[Entry]]:
 
 
 @contextmanager
-def booked_under(action: str) -> Iterator[None]:
-    """Note in the ledger's entries what was being done."""
-    global _action
-    _action = action
+def booked_under(action: str, backward: bool) -> Iterator[None]:
+    """Note in the ledger's entries what was being done; put off, a part of the backward runs outside of autograd's."""
+    global _action, _backward
+    _action, _backward = action, backward
     try:
         yield
     finally:
-        _action = ""
+        _action, _backward = "", False
 
 
 def _book(axis: Axis, kind: str, sent_bytes: float, backward: bool | None = None) -> Entry | None:
     if _ledger is None:
         return None
-    in_backward = torch._C._current_graph_task_id() != -1 if backward is None else backward
+    in_backward = (_backward or torch._C._current_graph_task_id() != -1) if backward is None else backward
     entry = Entry(axis.name, kind, int(sent_bytes), in_backward, time.perf_counter(), action=_action)
     _ledger.append(entry)
     return entry

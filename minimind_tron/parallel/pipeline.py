@@ -216,15 +216,13 @@ class _Stage:
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
-        if self.timed is None:
-            yield
-            return
         # With one thread its own clock leaves out what the backend's threads do; with more, the work is in all of them.
         busy = time.thread_time if torch.get_num_threads() == 1 else time.process_time
         start_s, start_busy_s = time.perf_counter(), busy()
-        with booked_under(f"{action.kind} chunk {action.chunk} microbatch {action.microbatch}"):
+        with booked_under(f"{action.kind} chunk {action.chunk} microbatch {action.microbatch}", action.kind != "F"):
             yield
-        self.timed.append(Timed(action, start_s, time.perf_counter(), busy() - start_busy_s))
+        if self.timed is not None:
+            self.timed.append(Timed(action, start_s, time.perf_counter(), busy() - start_busy_s))
 
 
 def run(schedule: Schedule, program: Program, axis: Axis, work: Work, timed: list[Timed] | None = None) -> dict[int, Tensor]:
