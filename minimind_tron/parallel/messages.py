@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from minimind_tron.parallel.schedules import Action, Costs, Schedule, StuckError, simulate
+from minimind_tron.parallel.schedules import Action, Costs, Kind, Schedule, StuckError, simulate
 
 Stage = int
 
@@ -175,6 +175,8 @@ def check(schedule: Schedule, program: Program) -> None:
                 done.add(step.action)
             elif _faces(program, places, step.peer) == _mirrored(step, stage):
                 sent, received = halves(step)
+                _check_made(stage, sent, done)
+                _check_made(step.peer, received, done)
                 here[stage] |= {received} - {None}  # type: ignore[arg-type]
                 here[step.peer] |= {sent} - {None}  # type: ignore[arg-type]
                 places[step.peer] += 1
@@ -236,6 +238,13 @@ def _check_ready(schedule: Schedule, stage: Stage, action: Action, done: set[Act
         assert need in done, f"stage {stage} does {action} before {need}"
     message = consumed(schedule, action)
     assert message is None or message in here, f"stage {stage} does {action} without {message}"
+
+
+def _check_made(stage: Stage, message: Message | None, done: set[Action]) -> None:
+    if message is not None:
+        kinds: tuple[Kind, ...] = ("F",) if message.direction == "activation" else ("B", "I")
+        made = any(Action(kind, message.chunk, message.microbatch) in done for kind in kinds)
+        assert made, f"stage {stage} sends the {message} before it is made"
 
 
 def _circle(program: Program, places: list[int]) -> str:
