@@ -101,7 +101,8 @@ def parse(command: str, arguments: list[str]) -> Config:
         file, rest = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise TronError(f"--config: {error.message}", "give the path of a TOML file") from None
-    defaults = from_toml(kind, file.config) if file.config else None
+    given = {argument.split("=")[0].lstrip("-").replace("-", "_") for argument in rest if argument.startswith("--")}
+    defaults = from_toml(kind, file.config, given) if file.config else None
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from minimind_tron.errors import TronError
 from minimind_tron.layout import Layout, live
 from minimind_tron.mesh import Axis, Mesh
 
@@ -275,6 +276,22 @@ def share(thing: Any, mesh: Mesh) -> Any:
         dist.broadcast_object_list(box, axis.ranks[0], axis.group)
         thing = box[0]
     return thing
+
+
+def settle(check: Callable[[], None], mesh: Mesh) -> None:
+    """Run a check on global rank 0; what it refuses, every rank refuses.
+
+    Raises: TronError, the same on every rank.
+    """
+    problem: tuple[str, str] | None = None
+    if mesh.rank == 0:
+        try:
+            check()
+        except TronError as error:
+            problem = error.what, error.fix
+    problem = share(problem, mesh)
+    if problem:
+        raise TronError(*problem)
 
 
 def sum_over(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:

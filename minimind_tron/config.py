@@ -245,8 +245,8 @@ def check_depth(model: ModelConfig, stages: int, pipeline: PipelineConfig) -> No
     layers, chunks, given = model.num_hidden_layers, stages * pipeline.chunks_a_stage, pipeline.layers
     pieces = f"pp={stages}" + (f" x virtual_stages={pipeline.chunks_a_stage}" if pipeline.chunks_a_stage > 1 else "")
     if chunks > layers:
-        fewer = layers // pipeline.chunks_a_stage
-        fix = f"use --pp-size {fewer} or fewer" if fewer else "use --pp-schedule 1f1b"
+        most = layers // pipeline.chunks_a_stage
+        fix = f"use --pp-size {most}{' or fewer' * (most > 1)}" if most else f"use --num-hidden-layers {chunks} or more"
         raise TronError(f"num_hidden_layers={layers} cannot be cut over {pieces}: every chunk holds a layer", fix)
     if given is None:
         return

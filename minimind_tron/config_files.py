@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from minimind_tron.run_config import ValidateConfig
 C = TypeVar("C", bound=Config)
 # Short flags that the command line takes, too.
 ALIASES = {"tp": "tp_size", "pp": "pp_size", "json": "json_file"}
+# Keys that say the same thing.
+ALTERNATIVES = (("global_batch_size", "num_microbatches"), ("steps", "epochs"))
 # What transformers' Qwen3Config assumes for a key that a config.json leaves out.
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -55,8 +58,10 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(flatten(config))
 
 
-def from_toml(kind: type[C], path: Path) -> C:
+def from_toml(kind: type[C], path: Path, given: Collection[str] = ()) -> C:
     """A config with a file's values and otherwise defaults, not yet checked: flags may still replace what does not fit.
+
+    ``given`` are the keys that flags set; another way of saying the same thing is then not taken from the file.
 
     Raises: TronError for a file that cannot be read, a key that is not known and a value of the wrong type.
     """
@@ -68,6 +73,9 @@ def from_toml(kind: type[C], path: Path) -> C:
         raise TronError(f"config={path} is not TOML: {error}", "mend the file") from None
     known = fields_of(kind)
     values = {ALIASES.get(name := key.replace("-", "_"), name): value for key, value in values.items()}
+    for name, other in (*ALTERNATIVES, *((b, a) for a, b in ALTERNATIVES)):
+        if name in given:
+            values.pop(other, None)
     for name, value in values.items():
         if name not in known:
             raise TronError(f"{name} in {path} is not a known key", nearest(name, known) or "remove it")

@@ -1,5 +1,6 @@
 """What a command is told: a model on a mesh and what is to be done with it; checked as ``config`` is, without importing torch."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -20,11 +21,16 @@ from minimind_tron.config import (
     check_cut,
     check_depth,
     flag,
+    virtual_stages_of,
 )
 from minimind_tron.errors import TronError
 
 DEFAULT_STEPS = 1000
-DRAWABLE = 20_000
+# What train writes into its folder.
+OUTPUTS = ("config.toml", "loss.png", "metrics.jsonl", "model", "sample.txt")
+# Forwards in all drawings of one command, and times that can be drawn beside each other.
+DRAWABLE = 10_000
+COSTS = (1e-6, 1e6)
 
 
 def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> None:
@@ -32,9 +38,43 @@ def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> No
         raise TronError(f"{name}={path} is not there, a {kinds} is wanted", f"change {flag(name)}")
 
 
-def _writable(name: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise TronError(f"{name}={path} is not a file in a folder that is there", f"change {flag(name.removesuffix('_file'))}")
+def _flag(name: str) -> str:
+    return flag(name.removesuffix("_file"))
+
+
+def _placed(name: str, path: Path | None, made: Path | None = None) -> None:
+    """Refuse a path that cannot be a new file; the folder ``made`` need not be there yet."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise TronError(f"{name}={path} is a folder, a file is wanted", f"change {_flag(name)}")
+    if not path.parent.is_dir() and path.parent != made:
+        raise TronError(f"{name}={path}: the folder {path.parent} is not there", f"make it, or change {_flag(name)}")
+
+
+def _distinct(files: dict[str, tuple[Path, ...]]) -> None:
+    """Refuse one file for two things."""
+    taken: dict[str, str] = {}
+    for name, paths in files.items():
+        for path in paths:
+            other = taken.setdefault(os.path.abspath(path), name)
+            if other != name:
+                raise TronError(f"{path} would be written for {other} and for {name}", f"change {_flag(name)}")
+
+
+def _try_to_write(name: str, path: Path) -> None:
+    new = not path.exists()
+    try:
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise TronError(f"{name}: {path} cannot be written ({error.strerror})", f"change {_flag(name)}") from None
+
+
+def trace_files(path: Path | None) -> tuple[Path, ...]:
+    """The trace, its picture and its page."""
+    return () if path is None else (path, path.with_suffix(".png"), path.with_suffix(".html"))
 
 
 class RunConfig(Config):
@@ -59,8 +99,13 @@ class RunConfig(Config):
         self.check_model()
         if self.trace is not None and self.trace.suffix.lower() != ".json":
             raise TronError(f"trace={self.trace} is not a .json file", "change --trace")
-        _writable("trace", self.trace)
+        _placed("trace", self.trace, self.made)
         return self
+
+    @property
+    def made(self) -> Path | None:
+        """The folder that the run makes before it writes."""
+        return None
 
     def check_model(self) -> None:
         """Refuse a model that the mesh cannot cut, and samples longer than its positions.
@@ -78,8 +123,13 @@ class RunConfig(Config):
     def check_before_start(self) -> None:
         """What only the process that starts the ranks, or rank 0, may ask; see the commands.
 
-        Raises: TronError.
+        Raises: TronError for a trace that would replace a file or cannot be written.
         """
+        for path in trace_files(self.trace):
+            if path.exists():
+                raise TronError(f"trace={self.trace} would replace {path}", "remove it, or change --trace")
+            if path.parent != self.made or path.parent.is_dir():
+                _try_to_write("trace", path)
 
 
 class TrainConfig(RunConfig):
@@ -127,13 +177,20 @@ class TrainConfig(RunConfig):
         if self.data is not None and self.data.is_file() and not self.data.stat().st_size:
             raise TronError(f"data={self.data} is empty", "set --data to a .txt or .jsonl file with text")
         _existing("tokenizer", self.tokenizer, "folder")
+        _distinct({"output_dir": tuple(self.output_dir / name for name in OUTPUTS), "trace": trace_files(self.trace)})
         return self
 
+    @property
+    def made(self) -> Path | None:
+        """The output folder."""
+        return self.output_dir
+
     def check_before_start(self) -> None:
-        """Refuse an output folder that another run has written to.
+        """Refuse an output folder that another run has written to, and what ``RunConfig`` refuses.
 
         Raises: TronError when it is not empty, or is a file.
         """
+        super().check_before_start()
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise TronError(f"output_dir={self.output_dir} is a file, a folder is wanted", "change --output-dir")
         if self.output_dir.exists() and any(self.output_dir.iterdir()):
@@ -168,10 +225,20 @@ class ValidateConfig(RunConfig):
         if self.batch.seq_len < 2:
             raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
         _existing("weights", self.weights)
-        _writable("json_file", self.json_file)
+        _placed("json_file", self.json_file)
+        _distinct({"trace": trace_files(self.trace), "json_file": (self.json_file,) if self.json_file else ()})
         if self.trace is not None and not (self.check_backward and self.optimizer_steps):
             raise TronError("trace was given, but no optimizer step", "raise --optimizer-steps, or leave out --trace")
         return self
+
+    def check_before_start(self) -> None:
+        """Refuse a report that cannot be written, and what ``RunConfig`` refuses.
+
+        Raises: TronError.
+        """
+        super().check_before_start()
+        if self.json_file is not None:
+            _try_to_write("json_file", self.json_file)
 
     def check_model(self) -> None:
         """Refuse a model that the mesh cannot cut, once it is known: a folder of weights brings its own.
@@ -220,15 +287,35 @@ class ScheduleConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._at_least(1, "pp_size", "virtual_stages", "num_microbatches")
-        self._at_least(0, "cost_input_gradient", "cost_weight_gradient", "cost_message")
-        for name in ("png", "html", "json_file"):
-            _writable(name, getattr(self, name))
-        if self.cost_forward <= 0:
-            raise TronError(f"cost_forward={self.cost_forward} was given, more than 0 is wanted", "change --cost-forward")
-        actions = self.pp_size * self.num_microbatches * max(2, self.virtual_stages or 2)
-        if actions > DRAWABLE:
+        files = {name: getattr(self, name) for name in ("png", "html", "json_file")}
+        for name, path in files.items():
+            _placed(name, path)
+        _distinct({name: (path,) for name, path in files.items() if path})
+        if not self.pp_schedule:
+            raise TronError("pp_schedule names no schedule", f"give one of {', '.join(get_args(ScheduleName))}")
+        if self.virtual_stages is not None and "interleaved" not in self.pp_schedule:
             raise TronError(
-                f"{actions} forwards were asked for, and no eye can follow more than {DRAWABLE}",
-                "lower --pp-size, --num-microbatches or --virtual-stages",
+                f"virtual_stages={self.virtual_stages} was given, and only interleaved takes a number of them",
+                "leave it out, or add interleaved to --pp-schedule",
             )
+        self._check_costs()
+        self._check_size()
         return self
+
+    def _check_costs(self) -> None:
+        for name in ("cost_forward", "cost_input_gradient", "cost_weight_gradient", "cost_message"):
+            value = getattr(self, name)
+            least = COSTS[0] if name == "cost_forward" or value else 0.0
+            if not least <= value <= COSTS[1]:
+                zero = "" if name == "cost_forward" else "0, or "
+                raise TronError(f"{name}={value} was given, {zero}{COSTS[0]:g} to {COSTS[1]:g} is wanted", f"change {flag(name)}")
+
+    def _check_size(self) -> None:
+        asked = {"interleaved": self.virtual_stages}
+        virtual = [virtual_stages_of(name, asked.get(name)) for name in dict.fromkeys(self.pp_schedule)]
+        forwards = self.pp_size * self.num_microbatches * sum(virtual)
+        if forwards > DRAWABLE:
+            raise TronError(
+                f"{forwards} forwards were asked for in all schedules, and no eye can follow more than {DRAWABLE}",
+                "lower --pp-size or --num-microbatches, or give fewer of --pp-schedule",
+            )

@@ -28,6 +28,7 @@ from minimind_tron.mesh import Mesh
 from minimind_tron.panels import Bar, Panel, Row, look_of
 from minimind_tron.parallel.pipeline import Timed
 from minimind_tron.parallel.schedules import Action, Schedule, Timeline, simulate
+from minimind_tron.run_config import trace_files
 
 T = TypeVar("T")
 MILLI, MICRO = 1e3, 1e6
@@ -183,7 +184,7 @@ def _apart(entries: list[Entry]) -> list[list[Entry]]:
 def panels(traces: list[RankTrace], analysis: Analysis, schedule: Schedule) -> list[Panel]:
     """The three timelines as drawings, in milliseconds."""
     bubbles = analysis.bubbles
-    rows = tuple(Row(f"rank {trace.rank}", _bars(trace, analysis.start_s)) for trace in traces)
+    rows = tuple(Row(f"rank {trace.rank}, stage {trace.stage}", _bars(trace, analysis.start_s)) for trace in traces)
     end = max(bar.end for row in rows for bar in row.bars)
     measured = Panel(
         title=f"measured: {schedule.name} on the wall clock",
@@ -224,11 +225,6 @@ def _in_milliseconds(timeline: Timeline, title: str, note: str) -> Panel:
     )
 
 
-def files_of(path: Path) -> tuple[Path, Path, Path]:
-    """The trace, its picture and its page."""
-    return path, path.with_suffix(".png"), path.with_suffix(".html")
-
-
 def write(path: Path, recorded: Recording, schedule: Schedule, mesh: Mesh) -> Bubbles:
     """Write the trace of all ranks and its drawings; every rank calls it, rank 0 writes, every rank gets the bubbles.
 
@@ -237,7 +233,7 @@ def write(path: Path, recorded: Recording, schedule: Schedule, mesh: Mesh) -> Bu
     traces = collect(recorded, mesh)
     analysis = analyse(traces, schedule)
     if mesh.rank == 0:
-        file, png, html = files_of(path)
+        file, png, html = trace_files(path)
         drawn = panels(traces, analysis, schedule)
         try:
             file.write_text(json.dumps(chrome(traces, analysis)) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +19,7 @@ import torch
 from minimind_tron.errors import TronError
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
+from minimind_tron.parallel.pipeline import Timed
 from minimind_tron.run_config import DEFAULT_STEPS, TrainConfig
 from minimind_tron.runtime import say
 from minimind_tron.step import StepResult, evaluate, schedule_of, train_step
@@ -215,6 +215,8 @@ class Trainer:
             self._train(step, start_s)
             if step % self.config.eval_interval == 0 or step == self.steps:
                 heldout = self._measure(step)
+        if self.trace:
+            say("no step was traced: from the first that might have been on, none had a valid label")
         seconds, traced = time.perf_counter() - start_s, self.trace is not self.config.trace
         return Trained(self.steps, self.skipped, self.loss, heldout, self.tally.tokens, seconds, traced)
 
@@ -223,7 +225,15 @@ class Trainer:
         learning_rate = learning_rate_at(step - 1, self.steps, config.optimizer)
         set_learning_rate(self.optimizer, learning_rate)
         batch = batch_at(self.corpus.train, step - 1, config.batch.samples, config.seed)
-        run = partial(train_step, self.model, self.optimizer, batch, config.batch.micro_batch_size, config.optimizer.clip_norm)
+        seconds = 0.0
+
+        def run(timed: list[Timed] | None = None) -> StepResult:
+            nonlocal seconds
+            size, clip_norm = config.batch.micro_batch_size, config.optimizer.clip_norm
+            result = train_step(self.model, self.optimizer, batch, size, clip_norm, timed)
+            seconds = time.perf_counter() - begin_s
+            return result
+
         if self.trace and step >= min(TRACED_STEP, self.steps):
             result, bubbles = traced(self.trace, schedule_of(self.model, config.batch.passes), self.model.mesh, run)
             # A step without any label has nothing to show; then the next one is traced.
@@ -233,7 +243,7 @@ class Trainer:
         else:
             result = run()
         check_finite(step, result, learning_rate)
-        self.tally.add(result.valid_tokens, time.perf_counter() - begin_s)
+        self.tally.add(result.valid_tokens, seconds)
         if not result.valid_tokens:
             self._skip(step)
             return

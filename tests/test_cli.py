@@ -15,7 +15,7 @@ from minimind_tron import __version__, cli, runtime
 from minimind_tron.config import Config, MeshConfig, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,6 +92,48 @@ def test_a_flag_mends_what_the_file_breaks(tmp_path: Path) -> None:
         cli.parse("train", ["--config", tp3])
 
 
+@pytest.mark.parametrize(
+    ("written", "flags", "samples"),
+    [
+        ("num_microbatches = 4", "--global-batch-size 4", 4),
+        ("global_batch_size = 8", "--num_microbatches=3", 6),
+        ("num_microbatches = 4", "--micro-batch-size 3", 12),
+    ],
+)
+def test_a_flag_displaces_the_files_other_way_of_saying_it(tmp_path: Path, written: str, flags: str, samples: int) -> None:
+    (tmp_path / "c.toml").write_text(written + "\n")
+    config = cli.parse("validate", ["--config", str(tmp_path / "c.toml"), *flags.split()])
+    assert isinstance(config, RunConfig)
+    assert config.batch.samples == samples
+
+
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "minimind_tron", "schedule", "--pp-schedule", "gpipe"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    said = "standard output cannot be written (No space left on device); make room, or redirect it\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ValidateConfig])
+def test_a_trace_replaces_nothing_and_is_tried_first(tmp_path: Path, kind: type[RunConfig]) -> None:
+    config = kind(trace=tmp_path / "a.json")
+    config.check_before_start()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a.html").write_text("precious")
+    with pytest.raises(TronError, match=r"a\.json would replace .*a\.html"):
+        config.check_before_start()
+    if Path("/proc/self").exists():
+        with pytest.raises(TronError, match=r"/proc/t\.json cannot be written"):
+            kind(trace=Path("/proc/t.json")).check_before_start()
+
+
+def test_a_trace_may_go_into_the_folder_that_train_makes(tmp_path: Path) -> None:
+    TrainConfig(output_dir=tmp_path / "new", trace=tmp_path / "new" / "step.json").check_before_start()
+
+
 def test_a_written_config_runs_again(tmp_path: Path) -> None:
     first = cli.parse(
         "train", ["--tp", "2", "--sequence-parallel", "--hidden-size", "64", "--steps", "3", "--min-learning-rate", "0"]
@@ -153,13 +195,38 @@ MISTAKES = [
         "global_batch_size=5 is not a whole number of micro_batch_size=2; use --global-batch-size 4 or 6",
     ),
     ("train --trace a.html", "trace=a.html is not a .json file; change --trace"),
-    ("train --trace gone/a.json", "trace=gone/a.json is not a file in a folder that is there; change --trace"),
+    ("train --trace gone/a.json", "trace=gone/a.json: the folder gone is not there; make it, or change --trace"),
+    (
+        "train --output-dir gone --trace gone/loss.json",
+        "gone/loss.png would be written for output_dir and for trace; change --trace",
+    ),
+    ("validate --trace a.json --json a.json", "a.json would be written for trace and for json_file; change --json"),
+    ("validate --trace a.json --json ./a.png", "a.png would be written for trace and for json_file; change --json"),
+    ("validate --json .", "json_file=. is a folder, a file is wanted; change --json"),
+    ("schedule --png a --html ./a", "a would be written for png and for html; change --html"),
+    ("schedule --pp-schedule", "pp_schedule names no schedule; give one of gpipe, 1f1b, interleaved, zb-h1, zb-v"),
+    (
+        "schedule --pp-schedule gpipe --virtual-stages 3",
+        "virtual_stages=3 was given, and only interleaved takes a number of them; "
+        "leave it out, or add interleaved to --pp-schedule",
+    ),
+    ("schedule --cost-message 1e9", "cost_message=1000000000.0 was given, 0, or 1e-06 to 1e+06 is wanted; change --cost-message"),
+    (
+        "schedule --pp 16 --num-microbatches 1000 --pp-schedule gpipe",
+        "16000 forwards were asked for in all schedules, and no eye can follow more than 10000; "
+        "lower --pp-size or --num-microbatches, or give fewer of --pp-schedule",
+    ),
+    (
+        "validate --num-hidden-layers 1 --pp 2 --pp-schedule zb-v",
+        "num_hidden_layers=1 cannot be cut over pp=2 x virtual_stages=2: every chunk holds a layer; "
+        "use --num-hidden-layers 4 or more",
+    ),
     (
         "validate --trace a.json --optimizer-steps 0",
         "trace was given, but no optimizer step; raise --optimizer-steps, or leave out --trace",
     ),
     ("schedule --pp 0", "pp_size=0 was given, at least 1 is wanted; change --pp-size"),
-    ("schedule --cost-forward 0", "cost_forward=0.0 was given, more than 0 is wanted; change --cost-forward"),
+    ("schedule --cost-forward 0", "cost_forward=0.0 was given, 1e-06 to 1e+06 is wanted; change --cost-forward"),
     ("schedule --tp 2", "--tp is a flag of train, not of this command; leave it out"),
     ("validate --seq-len 1", "seq_len=1 was given, and a single position has no gradient for q and k; use --seq-len 2 or more"),
 ]
@@ -344,17 +411,17 @@ def test_every_command_has_its_module() -> None:
 
 
 @pytest.mark.full
-def test_200_short_runs_in_a_row_end_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["--tp 2", "--pp 2 --num-microbatches 3"])
+def test_200_short_runs_in_a_row_end_clean(tmp_path: Path, mesh: str) -> None:
     """Gloo runs were seen to abort at exit, 3 of 18; one clean run proves nothing."""
-    sizes = "--hidden-size 32 --num-hidden-layers 1 --vocab-size 256 --seq-len 16 --steps 1 --eval-batches 1 --sample-tokens 1"
+    sizes = "--hidden-size 32 --num-hidden-layers 2 --vocab-size 256 --seq-len 16 --steps 1 --eval-batches 1 --sample-tokens 1"
     for i in range(200):
         command = [
             sys.executable,
             "-m",
             "minimind_tron",
             "train",
-            "--tp",
-            "2",
+            *mesh.split(),
             *sizes.split(),
             "--output-dir",
             str(tmp_path / str(i)),

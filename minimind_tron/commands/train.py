@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from minimind_tron.collectives import share
+from minimind_tron.collectives import settle
 from minimind_tron.config import StrategyConfig
 from minimind_tron.config_files import to_toml
 from minimind_tron.errors import TronError
@@ -16,12 +16,11 @@ from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
 from minimind_tron.parallel.pipeline import describe
-from minimind_tron.run_config import TrainConfig
+from minimind_tron.run_config import TrainConfig, trace_files
 from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from minimind_tron.tokens import Corpus, Samples, load_corpus
-from minimind_tron.trace import files_of
 from minimind_tron.trainer import References, Trained, count_steps, train, unigram_entropy
 
 
@@ -79,7 +78,7 @@ def run(config: TrainConfig, world: World) -> TrainResult:
         if mesh.rank == 0:
             files[-1].write_text(sample.text, encoding="utf-8")
     if config.trace is not None and trained.traced:
-        files += files_of(config.trace)
+        files += trace_files(config.trace)
     return _conclude(trained, references, sample, tuple(files))
 
 
@@ -89,19 +88,17 @@ def claim_output(config: TrainConfig, mesh: Mesh) -> None:
     The check for another run's files is made by rank 0 alone: another rank could come after it and find this very run's.
     Raises: TronError, the same on every rank.
     """
-    problem: tuple[str, str] | None = None
-    if mesh.rank == 0:
+
+    def claim() -> None:
+        config.check_before_start()
         try:
-            config.check_before_start()
             config.output_dir.mkdir(parents=True, exist_ok=True)
             (config.output_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        except TronError as error:
-            problem = error.what, error.fix
         except OSError as error:
-            problem = f"output_dir={config.output_dir} cannot be written ({error.strerror})", "change --output-dir"
-    problem = share(problem, mesh)
-    if problem:
-        raise TronError(*problem)
+            what = f"output_dir={config.output_dir} cannot be written ({error.strerror})"
+            raise TronError(what, "change --output-dir") from None
+
+    settle(claim, mesh)
 
 
 def measure_references(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig) -> References:

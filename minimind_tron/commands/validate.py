@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from minimind_tron.collectives import gather_copies, gather_named, gather_objects, gather_whole, share
+from minimind_tron.collectives import gather_copies, gather_named, gather_objects, gather_whole, settle, share
 from minimind_tron.config import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.config_files import flatten
 from minimind_tron.errors import TronError
@@ -321,6 +321,7 @@ def check(config: ValidateConfig) -> None:
 def run(config: ValidateConfig, world: World) -> Report:
     """Validate, print, and write the report."""
     mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
+    settle(config.check_before_start, mesh)
     degrees = " x ".join(f"{name} {size}" for name, size in config.mesh.degrees.items())
     switches = [name.replace("_", " ") for name, value in config.strategy if value is True and name != "sp_recompute"]
     say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
