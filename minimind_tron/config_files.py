@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -80,8 +80,12 @@ def from_toml(kind: type[C], path: Path, given: Collection[str] = ()) -> C:
         if name not in known:
             raise TronError(f"{name} in {path} is not a known key", nearest(name, known) or "remove it")
         owner: type[Config] = known[name] or kind
+        annotation: Any = owner.model_fields[name].annotation
+        if get_origin(annotation) is tuple and isinstance(value, str):
+            # One of several is written as one where a flag takes one only, and a file may be for both.
+            value = [value]
         try:
-            adapter: TypeAdapter[Any] = TypeAdapter(owner.model_fields[name].annotation)  # type: ignore[arg-type]
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation)
             # As JSON: strict there still takes a string for a path and 1 for 1.0, but not "1" or true for 1.
             values[name] = adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:

@@ -15,7 +15,7 @@ from minimind_tron import __version__, cli, runtime
 from minimind_tron.config import Config, MeshConfig, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +105,15 @@ def test_a_flag_displaces_the_files_other_way_of_saying_it(tmp_path: Path, writt
     config = cli.parse("validate", ["--config", str(tmp_path / "c.toml"), *flags.split()])
     assert isinstance(config, RunConfig)
     assert config.batch.samples == samples
+
+
+def test_one_schedule_in_a_file_is_for_every_command(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('pp = 2\npp_schedule = "zb-h1"\nnum_microbatches = 3\n')
+    arguments = ["--config", str(tmp_path / "c.toml")]
+    trained, drawn = cli.parse("train", arguments), cli.parse("schedule", arguments)
+    assert isinstance(trained, TrainConfig)
+    assert isinstance(drawn, ScheduleConfig)
+    assert (trained.pipeline.pp_schedule, drawn.pp_schedule) == ("zb-h1", ("zb-h1",))
 
 
 def test_a_full_disk_behind_the_output_is_one_line() -> None:
