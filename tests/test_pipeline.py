@@ -253,6 +253,13 @@ def test_corner_cases_are_the_dense_model(pool: Pools, row: Row) -> None:
     passes(pool, config_of(**row))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_dtypes_stay_within_the_noise_floor(pool: Pools, dtype: str) -> None:
+    report = pool(2).run(on_rank, config_of("zb-h1", 2, 3, seq_len=32, vocab_size=64, dtype=dtype))[0]
+    assert report.rule == "noise floor"
+    assert report.passed, validate.verdict(report)
+
+
 # Messages as large as gloo's buffers are not
 
 
