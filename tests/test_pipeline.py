@@ -72,7 +72,7 @@ def config_of(
             tie_word_embeddings=tied,
         ),
         mesh=MeshConfig(tp_size=tp, pp_size=p),
-        pipeline=PipelineConfig(pp_schedule=schedule, virtual_stages=virtual, pp_layout=layout),  # type: ignore[arg-type]
+        pipeline=PipelineConfig(pp_schedule=schedule, virtual_stages=virtual, pp_layout=layout),
         strategy=StrategyConfig(**(strategy or {})),
         batch=BatchConfig(seq_len=seq_len, micro_batch_size=1, num_microbatches=m),
         optimizer_steps=steps,
@@ -143,7 +143,7 @@ def deep(layers: int, vocab_size: int = 61) -> ModelConfig:
 @pytest.mark.parametrize("schedule", NAMES)
 def test_every_layer_is_in_one_chunk(schedule: str) -> None:
     for layers, stages in itertools.product(range(1, 17), range(1, 9)):
-        config = PipelineConfig(pp_schedule=schedule)  # type: ignore[arg-type]
+        config = PipelineConfig(pp_schedule=schedule)
         count = stages * config.chunks_a_stage
         if count > layers:
             continue
@@ -286,14 +286,14 @@ def large_messages(name: str, rows: int, m: int) -> bool:
     for loss in losses.values():
         loss.backward()
     axis = mesh_of(MeshConfig(pp_size=2)).pp
-    schedule, program = pipeline.plan(PipelineConfig(pp_schedule=name), 2, m, True)  # type: ignore[arg-type]
+    schedule, program = pipeline.plan(PipelineConfig(pp_schedule=name), 2, m, True)
     work = pipeline.Work(toy_forward(weights, rows), lambda _: (rows, WIDTH), torch.float64, torch.device("cpu"))
     found = pipeline.run(schedule, program, axis, work)
     mine, other = weights[axis.rank], weights[1 - axis.rank]
     assert mine.grad is not None
     assert other.grad is None
     same = all(torch.equal(found[i], losses[i]) for i in range(m)) if axis.rank else found == {}
-    return same and torch.equal(mine.grad, whole[axis.rank].grad)  # type: ignore[arg-type]
+    return same and torch.equal(mine.grad, whole[axis.rank].grad)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])

@@ -113,7 +113,7 @@ def test_three_panels_with_every_action() -> None:
 
 
 def trace_a_step(path: Path, degrees: MeshConfig, name: str, microbatches: int) -> tuple[Schedule, Any]:
-    model = Model(tiny(num_hidden_layers=4), mesh_of(degrees), pipeline=PipelineConfig(pp_schedule=name))  # type: ignore[arg-type]
+    model = Model(tiny(num_hidden_layers=4), mesh_of(degrees), pipeline=PipelineConfig(pp_schedule=name))
     initialise(model, 1)
     batch, adamw = random_batch(microbatches, 8, 37), build_adamw(model, OptimizerConfig())
     schedule = schedule_of(model, microbatches)

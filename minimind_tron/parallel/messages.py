@@ -177,8 +177,8 @@ def check(schedule: Schedule, program: Program) -> None:
                 sent, received = halves(step)
                 _check_made(stage, sent, done)
                 _check_made(step.peer, received, done)
-                here[stage] |= {received} - {None}  # type: ignore[arg-type]
-                here[step.peer] |= {sent} - {None}  # type: ignore[arg-type]
+                here[stage].update([received] if received else [])
+                here[step.peer].update([sent] if sent else [])
                 places[step.peer] += 1
             else:
                 continue
@@ -206,9 +206,9 @@ def _mirrored(step: Send | Receive | Exchange, stage: Stage) -> Step:
 def _check_complete(schedule: Schedule, program: Program) -> None:
     place, chunks = schedule.placement.stage_of, range(schedule.placement.chunks)
     wanted = {action for actions in schedule.actions for action in actions}
-    backward = {action.kind for action in wanted} - {"F"}
-    assert backward in ({"B"}, {"I", "W"}, set()), f"a backward of {backward}"
-    every = {Action(kind, c, b) for kind in {"F"} | backward for c in chunks for b in range(schedule.microbatches)}  # type: ignore[arg-type]
+    kinds: set[Kind] = {action.kind for action in wanted}
+    assert kinds in ({"F"}, {"F", "B"}, {"F", "I", "W"}), f"a schedule of {kinds}"
+    every = {Action(kind, c, b) for kind in kinds for c in chunks for b in range(schedule.microbatches)}
     assert wanted == every, f"the schedule lacks {sorted(every - wanted)} and has {sorted(wanted - every)} too many"
     sent: Counter[tuple[Message, Stage, Stage]] = Counter()
     received: Counter[tuple[Message, Stage, Stage]] = Counter()
@@ -216,7 +216,7 @@ def _check_complete(schedule: Schedule, program: Program) -> None:
         actions = [step.action for step in steps if isinstance(step, Compute)]
         assert sorted(actions) == sorted(a for a in every if place(a.chunk) == stage), f"stage {stage} lacks or repeats actions"
         in_turn = sorted(actions, key=lambda action: action.microbatch)
-        for kind in {"F"} | backward:
+        for kind in kinds:
             for chunk in chunks:
                 of_one = [a for a in actions if (a.kind, a.chunk) == (kind, chunk)]
                 assert of_one == [a for a in in_turn if (a.kind, a.chunk) == (kind, chunk)], (

@@ -28,7 +28,7 @@ interleaved takes any number of microbatches (its last group is longer, where p 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from minimind_tron.config import ScheduleName
 
@@ -131,10 +131,10 @@ class _Order:
 
     def add(self, chunk: int, kinds: str, times: int = 1) -> None:
         """The next action of each kind, some times over."""
-        for kind in kinds * times:
-            if (microbatch := self.done(kind, chunk)) < self.microbatches:  # type: ignore[arg-type]
-                self._next[kind, chunk] = microbatch + 1  # type: ignore[index]
-                self.actions.append(Action(kind, chunk, microbatch))  # type: ignore[arg-type]
+        for kind in cast(Sequence[Kind], kinds * times):
+            if (microbatch := self.done(kind, chunk)) < self.microbatches:
+                self._next[kind, chunk] = microbatch + 1
+                self.actions.append(Action(kind, chunk, microbatch))
 
 
 def _gpipe(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -226,6 +226,10 @@ class Costs:
         both = self.input_gradient + self.weight_gradient
         return {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient, "B": both}[kind]
 
+    def share_of(self, placement: Placement) -> Cost:
+        """The times of a chunk's actions."""
+        return lambda _, action: self.of(action.kind) / placement.virtual
+
 
 @dataclass(frozen=True)
 class Span:
@@ -257,12 +261,10 @@ class Timeline:
 
     def alive(self, stage: int) -> list[tuple[float, int]]:
         """How many activations of chunks a stage keeps, as (time, number from then on): from F's start to the end of B or W."""
-        split = any(span.action.kind == "W" for span in self.spans[stage])
         changes = {"F": 1, "B": -1, "I": 0, "W": -1}
         count, steps = 0, [(0.0, 0)]
         for span in self.spans[stage]:
             change = changes[span.action.kind]
-            assert split or span.action.kind in "FB", "B, or I and W"
             if change:
                 count += change
                 steps.append((span.start if change > 0 else span.end, count))
@@ -286,8 +288,8 @@ def simulate(schedule: Schedule, cost: Costs | Cost, message: float | None = Non
     """
     placement = schedule.placement
     if isinstance(cost, Costs):
-        costs, message = cost, cost.message if message is None else message
-        cost = lambda _, action: costs.of(action.kind) / placement.virtual  # noqa: E731
+        message = cost.message if message is None else message
+        cost = cost.share_of(placement)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ends: dict[Action, float] = {}
     for stage, action in in_order(schedule):
@@ -317,11 +319,7 @@ def in_order(schedule: Schedule) -> Iterable[tuple[int, Action]]:
                 places[stage], moved = places[stage] + 1, True
                 done.add(action)
                 yield stage, action
-    left = [(s, a[i], a) for s, (i, a) in enumerate(zip(places, schedule.actions, strict=True)) if i < len(a)]
+    left = [(s, actions[i]) for s, (i, actions) in enumerate(zip(places, schedule.actions, strict=True)) if i < len(actions)]
     if left:
-        waits = "; ".join(f"stage {s} waits in {action} for {_missing(schedule, action, done)}" for s, action, _ in left)
-        raise StuckError(waits)
-
-
-def _missing(schedule: Schedule, action: Action, done: set[Action]) -> Sequence[Action]:
-    return [need for need in schedule.needs(action) if need not in done]
+        lacks = [(s, action, [need for need in schedule.needs(action) if need not in done]) for s, action in left]
+        raise StuckError("; ".join(f"stage {s} waits in {action} for {missing}" for s, action, missing in lacks))
