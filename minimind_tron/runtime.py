@@ -151,8 +151,6 @@ def say(*args: object) -> None:
             # The reader (head, a pager) has gone. The run goes on, and so does its exit code; what is left to say goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
-            # What is left in the buffer would fail again when the interpreter ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise TronError(f"standard output cannot be written ({error.strerror})", "make room, or redirect it") from None
 
 
