@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from minimind_tron import runtime
 from minimind_tron.collectives import gather_objects
-from minimind_tron.config import MeshConfig, ModelConfig, PipelineConfig
+from minimind_tron.config import ModelConfig
 from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
 from minimind_tron.model import Model
@@ -30,6 +30,7 @@ from minimind_tron.parallel.pipeline import Timed, _Stage, plan
 from minimind_tron.parallel.schedules import NAMES, Action, Costs, simulate
 from minimind_tron.step import compute_gradients
 from minimind_tron.tokens import Batch
+from minimind_tron.topology import MeshConfig, PipelineConfig
 from minimind_tron.trace import analyse, collect, recording
 
 STAGES, SEQ_LEN, SIZE = 2, 128, ModelConfig()

@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from minimind_tron.config import MeshConfig, divisors
+from minimind_tron.config import divisors
+from minimind_tron.topology import MeshConfig
 
 AXES = ("dp", "pp", "cp", "tp")
 

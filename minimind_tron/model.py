@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather
-from minimind_tron.config import ModelConfig, PipelineConfig, StrategyConfig
+from minimind_tron.config import ModelConfig
 from minimind_tron.layout import Cut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.parallel import overlap, sequence, tensor, vocab
@@ -21,6 +21,7 @@ from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams
 from minimind_tron.parallel.pipeline import Chunk, cut_layers
 from minimind_tron.parallel.schedules import placement_of
 from minimind_tron.parallel.vocab import IGNORED, check_ids, wide
+from minimind_tron.topology import PipelineConfig, StrategyConfig
 
 
 def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:

@@ -7,23 +7,17 @@ from typing import Annotated, Literal, Self, get_args
 import tyro
 from pydantic import model_validator
 
-from minimind_tron.config import (
-    BatchConfig,
-    Config,
-    Device,
-    Dtype,
+from minimind_tron.config import BatchConfig, Config, Device, Dtype, ModelConfig, OptimizerConfig, flag
+from minimind_tron.errors import TronError
+from minimind_tron.topology import (
     MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
     PipelineConfig,
     ScheduleName,
     StrategyConfig,
     check_cut,
     check_depth,
-    flag,
     virtual_stages_of,
 )
-from minimind_tron.errors import TronError
 
 DEFAULT_STEPS = 1000
 # What train writes into its folder.

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from minimind_tron import __version__, cli, runtime
-from minimind_tron.config import Config, MeshConfig, ModelConfig, flag
+from minimind_tron.config import Config, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
+from minimind_tron.topology import MeshConfig
 
 ROOT = Path(__file__).parents[1]
 

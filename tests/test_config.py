@@ -8,21 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimind_tron.config import (
-    BatchConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    StrategyConfig,
-    check_cut,
-    divisors,
-    flag,
-    nearest,
-)
+from minimind_tron.config import BatchConfig, Config, ModelConfig, OptimizerConfig, divisors, flag, nearest
 from minimind_tron.config_files import fields_of, flatten, from_hugging_face, from_toml, to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
+from minimind_tron.topology import MeshConfig, StrategyConfig, check_cut
 
 REFUSALS = [
     (ModelConfig, {"vocab_size": 1}, "vocab_size=1 was given, at least 2 is wanted", "change --vocab-size"),

@@ -7,9 +7,10 @@ import torch
 
 from minimind_tron import collectives
 from minimind_tron.collectives import Entry, all_reduce, ledger
-from minimind_tron.config import ModelConfig, StrategyConfig
+from minimind_tron.config import ModelConfig
 from minimind_tron.layout import layout_of
 from minimind_tron.parallel.data import sum_gradients
+from minimind_tron.topology import StrategyConfig
 from tests.meshes import STRATEGIES, make_model, random_batch, tiny, tp_mesh
 
 B, S, ITEM = 2, 8, 8  # float64

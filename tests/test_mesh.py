@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from minimind_tron.collectives import all_reduce
-from minimind_tron.config import MeshConfig
 from minimind_tron.errors import TronError
 from minimind_tron.mesh import AXES, Axis, Mesh, build_mesh, rank_lines
+from minimind_tron.topology import MeshConfig
 from tests.meshes import SIZES, lonely, tp_mesh
 
 GRIDS = [dict(zip("abcd", sizes, strict=False)) for n in (1, 2, 3, 4) for sizes in itertools.product((1, 2, 3), repeat=n)]

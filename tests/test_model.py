@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minimind_tron.collectives import gather_copies, gather_whole
-from minimind_tron.config import OptimizerConfig, StrategyConfig
+from minimind_tron.config import OptimizerConfig
 from minimind_tron.errors import TronError
 from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Mesh
@@ -16,6 +16,7 @@ from minimind_tron.optim import build_adamw
 from minimind_tron.parallel.vocab import check_ids
 from minimind_tron.step import compute_gradients, train_step
 from minimind_tron.tokens import Batch
+from minimind_tron.topology import StrategyConfig
 from tests.meshes import SIZES, STRATEGIES, make_model, random_batch, tiny, tp_mesh
 
 SWITCHES = [

@@ -22,7 +22,7 @@ from minimind_tron import model as models
 from minimind_tron import optim, step
 from minimind_tron.collectives import gather_copies, ledger
 from minimind_tron.commands import validate
-from minimind_tron.config import BatchConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, StrategyConfig
+from minimind_tron.config import BatchConfig, ModelConfig, OptimizerConfig
 from minimind_tron.interop import load_weights, save_hugging_face
 from minimind_tron.judge import Report
 from minimind_tron.layout import Layout, initialise
@@ -37,6 +37,7 @@ from minimind_tron.parallel.schedules import NAMES, Action, Costs, simulate
 from minimind_tron.run_config import ValidateConfig
 from minimind_tron.sampling import greedy
 from minimind_tron.step import compute_gradients, evaluate, train_step
+from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
 from tests.covering import pairwise
 from tests.meshes import mesh_of, randn
 from tests.pool import Pool

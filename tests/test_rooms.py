@@ -14,6 +14,7 @@ ROOMS = [
     {"errors"},
     {"place"},
     {"config"},
+    {"topology"},
     {"run_config"},
     {"config_files"},
     {"mesh"},

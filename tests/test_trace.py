@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from minimind_tron.collectives import Entry
-from minimind_tron.config import MeshConfig, OptimizerConfig, PipelineConfig
+from minimind_tron.config import OptimizerConfig
 from minimind_tron.layout import initialise
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw
 from minimind_tron.parallel.pipeline import Timed
 from minimind_tron.parallel.schedules import Schedule, build
 from minimind_tron.step import schedule_of, train_step
+from minimind_tron.topology import MeshConfig, PipelineConfig
 from minimind_tron.trace import Analysis, RankTrace, Recording, analyse, chrome, panels, traced
 from tests.meshes import mesh_of, random_batch, tiny
 

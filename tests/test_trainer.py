@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind_tron import trainer
 from minimind_tron.commands.train import TrainResult, beginning, claim_output, heldout_text, run, take_sample
-from minimind_tron.config import BatchConfig, MeshConfig, PipelineConfig
+from minimind_tron.config import BatchConfig
 from minimind_tron.config_files import from_toml
 from minimind_tron.errors import TronError
 from minimind_tron.layout import initialise
@@ -29,6 +29,7 @@ from minimind_tron.runtime import World
 from minimind_tron.step import StepResult, train_step
 from minimind_tron.tokenizer import Tokenizer, load_tokenizer
 from minimind_tron.tokens import Samples, batch_at, load_corpus
+from minimind_tron.topology import MeshConfig, PipelineConfig
 from minimind_tron.trainer import (
     Display,
     Heldout,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from minimind_tron import collectives, model, optim
 from minimind_tron.commands import validate
-from minimind_tron.config import BatchConfig, MeshConfig, ModelConfig, OptimizerConfig, StrategyConfig
+from minimind_tron.config import BatchConfig, ModelConfig, OptimizerConfig
 from minimind_tron.errors import TronError
 from minimind_tron.interop import save_hugging_face
 from minimind_tron.judge import EXACT, Judge, Report, Run
@@ -26,6 +26,7 @@ from minimind_tron.model import Model
 from minimind_tron.parallel import vocab
 from minimind_tron.run_config import ValidateConfig
 from minimind_tron.runtime import World
+from minimind_tron.topology import MeshConfig, StrategyConfig
 from tests.covering import pairwise
 from tests.meshes import tp_mesh
 from tests.pool import Pool

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind_tron.config import flag, virtual_stages_of
+from minimind_tron.config import flag
 from minimind_tron.config_files import flatten
 from minimind_tron.errors import TronError
 from minimind_tron.gantt import draw_html, draw_png, draw_text, panel_of
@@ -15,6 +15,7 @@ from minimind_tron.parallel.messages import Compute, Exchange, Message, Program,
 from minimind_tron.parallel.schedules import Action, Costs, Schedule, Timeline, build, simulate
 from minimind_tron.run_config import ScheduleConfig
 from minimind_tron.runtime import say
+from minimind_tron.topology import virtual_stages_of
 
 NARROWEST = 20
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from minimind_tron.collectives import settle
-from minimind_tron.config import StrategyConfig
 from minimind_tron.config_files import to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.figures import loss_curve
@@ -21,6 +20,7 @@ from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from minimind_tron.tokens import Corpus, Samples, load_corpus
+from minimind_tron.topology import StrategyConfig
 from minimind_tron.trainer import References, Trained, count_steps, train, unigram_entropy
 
 

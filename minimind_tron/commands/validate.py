@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from minimind_tron.collectives import gather_copies, gather_named, gather_objects, gather_whole, settle, share
-from minimind_tron.config import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.config_files import flatten
 from minimind_tron.errors import TronError
 from minimind_tron.interop import load_weights
@@ -27,6 +26,7 @@ from minimind_tron.run_config import ValidateConfig
 from minimind_tron.runtime import World, all_cores, say
 from minimind_tron.step import compute_gradients, evaluate, logits_of, schedule_of, train_step
 from minimind_tron.tokens import Batch
+from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.trace import traced
 
 # Ones in norms and zeros in biases would hide what is done to them.

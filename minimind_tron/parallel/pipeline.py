@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minimind_tron.collectives import Parcel, Pending, booked_under, start_exchange, start_receive, start_send
-from minimind_tron.config import ModelConfig, PipelineConfig
+from minimind_tron.config import ModelConfig
 from minimind_tron.mesh import Axis
 from minimind_tron.parallel.linear import WeightWork, putting_off
 from minimind_tron.parallel.messages import Compute, Exchange, Message, Program, Receive, Send, communicate, consumed, halves
 from minimind_tron.parallel.schedules import Action, Schedule, build, forward_only, placement_of
+from minimind_tron.topology import PipelineConfig
 
 # More sends than this to one stage, not yet received, and the sender waits: what it sent would pile up in its memory.
 SENDS_UNDER_WAY = 2

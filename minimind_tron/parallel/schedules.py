@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, cast, get_args
 
-from minimind_tron.config import ScheduleName
+from minimind_tron.topology import ScheduleName
 
 Kind = Literal["F", "B", "I", "W"]
 NAMES = get_args(ScheduleName)
