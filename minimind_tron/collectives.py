@@ -90,16 +90,16 @@ class Pending:
     """A collective under way; ``wait`` gives its result."""
 
     def __init__(
-        self, finish: Callable[[], Tensor], work: Any = None, entry: Entry | None = None, keep: tuple[Tensor, ...] = ()
+        self, finish: Callable[[], Tensor], *works: Any, entry: Entry | None = None, keep: tuple[Tensor, ...] = ()
     ) -> None:
-        self._finish, self._work, self._entry = finish, work, entry
+        self._finish, self._works, self._entry = finish, works, entry
         # The backend reads these until the work is done.
         self._keep = keep
 
     def wait(self) -> Tensor:
         """The result, once it is here."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         if self._entry is not None:
             self._entry.end_s = time.perf_counter()
         self._keep = ()
@@ -124,7 +124,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     buffer = sent.clone() if sent.data_ptr() == x.data_ptr() else sent
     entry = _book(axis, "all_reduce", 2 * (axis.size - 1) / axis.size * _bytes(buffer))
     work = dist.all_reduce(buffer, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], axis.group, async_op=True)
-    return Pending(lambda: buffer.to(x.device), work, entry)
+    return Pending(lambda: buffer.to(x.device), work, entry=entry)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -143,7 +143,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     whole = sent.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     entry = _book(axis, "all_gather", (axis.size - 1) * _bytes(sent))
     work = _gather_flat(whole, sent, group=axis.group, async_op=True)
-    return Pending(lambda: whole.to(x.device), work, entry, (sent,))
+    return Pending(lambda: whole.to(x.device), work, entry=entry, keep=(sent,))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -163,7 +163,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     shard = sent.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     entry = _book(axis, "reduce_scatter", (axis.size - 1) / axis.size * _bytes(sent))
     work = _scatter_flat(shard, sent, group=axis.group, async_op=True)
-    return Pending(lambda: shard.to(x.device), work, entry, (sent,))
+    return Pending(lambda: shard.to(x.device), work, entry=entry, keep=(sent,))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -216,8 +216,38 @@ def start_exchange(
         pending.append(partial(Pending, lambda: buffer.to(received.device), entry=entry))
     works = dist.batch_isend_irecv(operations)
     # gloo gives a work for each operation, nccl one for all of them.
-    started = [make(work=works[min(i, len(works) - 1)]) for i, make in enumerate(pending)]
+    started = [make(works[min(i, len(works) - 1)]) for i, make in enumerate(pending)]
     return started[0], started[-1]
+
+
+def start_shift(x: Tensor, axis: Axis) -> Pending:
+    """Begin to pass a tensor on to the next rank of an axis, the last one to the first; the result is that of the rank before.
+
+    Cost: the tensor's bytes.
+    """
+    if axis.size == 1:
+        return Pending(lambda: x)
+    sent = _wire(x, axis)
+    buffer = torch.empty_like(sent)
+    entry = _book(axis, "shift", _bytes(sent))
+    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    operations = [dist.P2POp(dist.isend, sent, after, axis.group), dist.P2POp(dist.irecv, buffer, before, axis.group)]
+    works = dist.batch_isend_irecv(operations)
+    return Pending(lambda: buffer.to(x.device), *works, entry=entry, keep=(sent,))
+
+
+def exchange_parts(x: Tensor, axis: Axis) -> Tensor:
+    """All-to-all: part i of dim 0 goes to rank i, and the result has a part from each, in coordinate order.
+
+    Shapes: [n, ...] -> [n, ...]. Cost: a rank sends (n-1)/n of the tensor.
+    """
+    if axis.size == 1:
+        return x
+    sent = _wire(x, axis)
+    received = torch.empty_like(sent)
+    entry = _book(axis, "all_to_all", (axis.size - 1) / axis.size * _bytes(sent))
+    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    return Pending(lambda: received.to(x.device), work, entry=entry, keep=(sent,)).wait()
 
 
 def shard(x: Tensor, axis: Axis) -> Tensor:
@@ -352,6 +382,19 @@ class ScatterOut(Function):
         return all_gather(dy, ctx.axis), None
 
 
+class AllToAll(Function):
+    """Parts of dim 0 -> a part from every rank; backward the same, each gradient going back where its part came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return exchange_parts(x, axis).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return exchange_parts(dy, ctx.axis), None
+
+
 def copy_in(x: Tensor, axis: Axis) -> Tensor:
     """Identity; backward all-reduce."""
     return CopyIn.apply(x, axis)
@@ -370,3 +413,8 @@ def gather_in(x: Tensor, axis: Axis) -> Tensor:
 def scatter_out(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter along dim 0; backward all-gather."""
     return ScatterOut.apply(x, axis)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """All-to-all over dim 0; backward the same."""
+    return AllToAll.apply(x, axis)

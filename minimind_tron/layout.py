@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -89,10 +89,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where parameters live, and as what."""
+    """Where parameters live, and as what.
+
+    ``sequence_axes`` are the axes whose ranks each hold every parameter and see other tokens, so that all gradients are parts.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    sequence_axes: tuple[Axis, ...] = ()
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor of zeros, stored so."""
@@ -108,7 +112,7 @@ class LaidOut(nn.Parameter):
 def parameter(layout: Layout, storage: Storage) -> LaidOut:
     """A parameter born with its layout; its values are undefined until it is filled."""
     born = LaidOut(torch.empty(layout.local_shape, dtype=storage.dtype, device=storage.device))
-    born.whole = layout
+    born.whole = replace(layout, partial=layout.partial + storage.sequence_axes)
     return born
 
 

@@ -1,8 +1,8 @@
 """MiniMind, once, for every mesh: ``Model(config, Mesh())`` in a plain interpreter is the dense model.
 
-Shape letters (capital is whole, small is this rank's): B batch, S sequence, s = S / tp under SP and S otherwise, D hidden, F / f
-feed-forward, N / n query heads, K / k kv heads, H head width, V / v vocab. The sequence comes first. Parameter names are those
-Hugging Face uses for Qwen3.
+Shape letters (capital is whole, small is this rank's): B batch, S sequence, c = S / cp, s = c / tp under SP and c otherwise, D
+hidden, F / f feed-forward, N / n query heads, K / k kv heads, H head width, V / v vocab. The sequence comes first. Parameter names
+are those Hugging Face uses for Qwen3.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minimind_tron.collectives import all_gather
+from minimind_tron.collectives import all_gather, gather_copies, sum_out
 from minimind_tron.config import ModelConfig
 from minimind_tron.layout import Cut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis, Mesh
-from minimind_tron.parallel import overlap, sequence, tensor, vocab
+from minimind_tron.parallel import context, overlap, ring, sequence, tensor, vocab
+from minimind_tron.parallel.attention import check_mask
+from minimind_tron.parallel.context import SequenceMap
 from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear, look_up, multiply
 from minimind_tron.parallel.pipeline import Chunk, cut_layers
 from minimind_tron.parallel.schedules import placement_of
 from minimind_tron.parallel.vocab import IGNORED, check_ids, wide
 from minimind_tron.topology import PipelineConfig, StrategyConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:
@@ -36,6 +40,16 @@ def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:
     else:
         enter = overlap.sequence_columns_hidden if hidden else sequence.columns
     return Seams(tp, enter, sequence.leave, sequence.own, sequence.total, live(tp), tp.size)
+
+
+def choose_attention(sequence: SequenceMap, strategy: StrategyConfig) -> Attend:
+    """The way in which this rank's queries meet the keys of all ranks of cp.
+
+    Shapes: [c, B, n, H], [c, B, k, H] twice -> [c, B, n, H]; each kv head serves n / k query heads.
+    """
+    if strategy.cp_comm_type == "all_gather":
+        return partial(context.attend_gathered, sequence=sequence, regather=strategy.cp_regather)
+    return partial(context.attend_by_heads if strategy.cp_comm_type == "a2a" else ring.attend, sequence=sequence)
 
 
 class RMSNorm(nn.Module):
@@ -71,19 +85,10 @@ def rotate(x_SBnH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x_SBnH * cos + torch.cat((-second, first), -1) * sin
 
 
-def attend(q_SBnH: Tensor, k_SBkH: Tensor, v_SBkH: Tensor) -> Tensor:
-    """Causal attention of this rank's heads; each kv head serves n / k query heads.
-
-    Shapes: [S, B, n, H], [S, B, k, H] twice -> [S, B, n, H].
-    """
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnH, k_SBkH, v_SBkH))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
-
-
 class Attention(nn.Module):
-    """Grouped-query attention with per-head q/k norms before rotary positions; heads are cut over tp."""
+    """Grouped-query attention with per-head q/k norms before rotary positions; heads are cut over tp, tokens over cp."""
 
-    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams, attend: Attend, storage: Storage) -> None:
         super().__init__()
         D, H, axis = config.hidden_size, config.head_width, seams.axis
         column = partial(ColumnLinear, bias=config.attention_bias, storage=storage)
@@ -96,14 +101,14 @@ class Attention(nn.Module):
         # Each rank normalises its own heads only, so these gradients are parts under TP as well as under SP.
         self.q_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
         self.k_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
-        self.seams, self.head_width = seams, H
+        self.seams, self.attend, self.head_width = seams, attend, H
 
     def forward(self, x_sBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         projected = self.seams.columns(x_sBD, (self.q_proj, self.k_proj, self.v_proj), self.seams.axis)
-        q_SBnH, k_SBkH, v_SBkH = (y.unflatten(-1, (-1, self.head_width)) for y in projected)
-        q_SBnH = rotate(self.q_norm(q_SBnH), cos, sin)
-        k_SBkH = rotate(self.k_norm(k_SBkH), cos, sin)
-        return self.seams.row(attend(q_SBnH, k_SBkH, v_SBkH).flatten(-2), self.o_proj)
+        q_cBnH, k_cBkH, v_cBkH = (y.unflatten(-1, (-1, self.head_width)) for y in projected)
+        q_cBnH = rotate(self.q_norm(q_cBnH), cos, sin)
+        k_cBkH = rotate(self.k_norm(k_cBkH), cos, sin)
+        return self.seams.row(self.attend(q_cBnH, k_cBkH, v_cBkH).flatten(-2), self.o_proj)
 
 
 class FeedForward(nn.Module):
@@ -118,18 +123,18 @@ class FeedForward(nn.Module):
         self.seams = seams
 
     def forward(self, x_sBD: Tensor) -> Tensor:
-        gate_SBf, up_SBf = self.seams.columns(x_sBD, (self.gate_proj, self.up_proj), self.seams.axis)
-        return self.seams.row(F.silu(gate_SBf) * up_SBf, self.down_proj)
+        gate_cBf, up_cBf = self.seams.columns(x_sBD, (self.gate_proj, self.up_proj), self.seams.axis)
+        return self.seams.row(F.silu(gate_cBf) * up_cBf, self.down_proj)
 
 
 class Block(nn.Module):
     """A decoder block: attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams, attend: Attend, storage: Storage) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps, seams.outside, storage)
-        self.self_attn = Attention(config, seams, storage)
+        self.self_attn = Attention(config, seams, attend, storage)
         self.post_attention_layernorm = RMSNorm(D, eps, seams.outside, storage)
         self.mlp = FeedForward(config, seams, storage)
 
@@ -199,11 +204,13 @@ class Decoder(nn.Module):
     Blocks are keyed by their global number.
     """
 
-    def __init__(self, config: ModelConfig, seams: Seams, chunks: list[Chunk], embedding: Linear | None, storage: Storage) -> None:
+    def __init__(
+        self, config: ModelConfig, seams: Seams, attend: Attend, chunks: list[Chunk], embedding: Linear | None, storage: Storage
+    ) -> None:
         super().__init__()
         self.embed_tokens = embedding
         numbers = [number for chunk in chunks for number in chunk.layers]
-        self.layers = nn.ModuleDict({str(i): Block(config, seams, storage) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): Block(config, seams, attend, storage) for i in numbers})
         last = any(chunk.last for chunk in chunks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, seams.outside, storage) if last else None
 
@@ -222,10 +229,12 @@ class Model(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        storage = Storage(dtype, torch.device(device))
         self.config, self.mesh, self.strategy = config, mesh or Mesh(), strategy or StrategyConfig()
+        storage = Storage(dtype, torch.device(device), live(self.mesh.cp))
         self.pipeline = pipeline or PipelineConfig()
         self.seams = choose_seams(self.mesh, self.strategy)
+        self.sequence = SequenceMap(self.mesh.cp, self.strategy.sequence_layout)
+        attend = choose_attention(self.sequence, self.strategy)
         self.vocab: WholeVocab | CutVocab = (CutVocab if self.strategy.vocab_parallel else WholeVocab)(config, self.seams)
         pp = self.mesh.pp
         placement = placement_of(self.pipeline.pp_schedule, pp.size, self.pipeline.chunks_a_stage)
@@ -236,7 +245,7 @@ class Model(nn.Module):
         tied = live(self.mesh.ends) if config.tie_word_embeddings and first != last else ()
         holds_table = first or (last and config.tie_word_embeddings)
         embedding = self.vocab.linear(config, storage, tied) if holds_table else None
-        self.model = Decoder(config, self.seams, list(self.chunks.values()), embedding, storage)
+        self.model = Decoder(config, self.seams, attend, list(self.chunks.values()), embedding, storage)
         self.lm_head = self.vocab.linear(config, storage) if last and not config.tie_word_embeddings else None
         self.storage = storage
 
@@ -251,25 +260,31 @@ class Model(nn.Module):
         return head
 
     def padded(self, x_SB: Tensor, value: int) -> Tensor:
-        """Pad the sequence to what SP can cut: at its end, where causal attention keeps it from every real token."""
-        missing = -x_SB.shape[0] % self.seams.multiple
+        """Pad the sequence to what CP and SP can cut: at its end, where causal attention keeps it from every real token."""
+        missing = -x_SB.shape[0] % self.sequence.multiple(self.seams.multiple)
         return F.pad(x_SB, (0, 0, 0, missing), value=value)
+
+    def own(self, x_SB: Tensor, padding: int) -> Tensor:
+        """This rank's tokens over cp of ids or labels. Shapes: [S, B] -> [c, B]."""
+        return self.sequence.own(self.padded(x_SB, padding))
 
     def hidden_shape(self, ids_SB: Tensor) -> tuple[int, int, int]:
         """The shape [s, B, D] of the hidden states between chunks."""
-        return -(-ids_SB.shape[0] // self.seams.multiple), ids_SB.shape[1], self.config.hidden_size
+        whole = self.padded(ids_SB, 0).shape[0]
+        return whole // (self.sequence.axis.size * self.seams.multiple), ids_SB.shape[1], self.config.hidden_size
 
     def run_chunk(self, number: int, x_sBD: Tensor | None, ids_SB: Tensor) -> Tensor:
         """The hidden states after a chunk that this rank holds, normalised after the last one.
 
         Shapes: [s, B, D], None for the first chunk, and ids [S, B] -> [s, B, D].
         """
-        chunk, ids_SB = self.chunks[number], self.padded(ids_SB, 0)
-        positions_S = torch.arange(ids_SB.shape[0], device=ids_SB.device)
-        cos, sin = rotary_angles(positions_S, self.config.head_width, self.config.rope_theta, self.storage.dtype)
+        chunk, ids_cB = self.chunks[number], self.own(ids_SB, 0)
+        # A token's position is the one in the whole sample, wherever the token is.
+        positions_c = self.sequence.own(torch.arange(self.sequence.axis.size * ids_cB.shape[0], device=ids_SB.device))
+        cos, sin = rotary_angles(positions_c, self.config.head_width, self.config.rope_theta, self.storage.dtype)
         if chunk.first:
             assert self.model.embed_tokens is not None
-            x_sBD = self.vocab.embed(ids_SB, self.model.embed_tokens)
+            x_sBD = self.vocab.embed(ids_cB, self.model.embed_tokens)
         for layer in chunk.layers:
             x_sBD = self.model.layers[str(layer)](x_sBD, cos, sin)
         if chunk.last:
@@ -279,11 +294,20 @@ class Model(nn.Module):
         return x_sBD
 
     def loss(self, x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
-        """The sum of cross entropy over valid labels, the same on every rank of tp, from the last chunk's hidden states.
+        """The sum of cross entropy over this rank's valid labels over cp, from the last chunk's hidden states; added up over cp,
+        it is that of the batch. The same on every rank of tp.
 
         Shapes: [s, B, D], labels [S, B] -> scalar, in the wider of float32 and the dtype.
         """
-        return self.vocab.loss(x_sBD, self.padded(labels_SB, IGNORED), self.head)
+        return self.vocab.loss(x_sBD, self.own(labels_SB, IGNORED), self.head)
+
+    def whole_logits(self, x_sBD: Tensor, seq_len: int) -> Tensor:
+        """The logits of all tokens on every rank, from the last chunk's hidden states; training never gathers them.
+
+        Shapes: [s, B, D] -> [S, B, V]. Cost: all-gathers over tp and cp.
+        """
+        logits_cBV = self.vocab.logits(x_sBD, self.head)
+        return self.sequence.join(gather_copies(logits_cBV, self.sequence.axis))[:seq_len]
 
     def _through(self, ids_SB: Tensor) -> Tensor:
         assert self.mesh.pp.size == 1, "one stage has not the whole model; step.py runs pipelines"
@@ -293,21 +317,25 @@ class Model(nn.Module):
         assert x_sBD is not None
         return x_sBD
 
-    def forward(self, ids_SB: Tensor, labels_SB: Tensor) -> Tensor:
-        """``loss`` of a batch, where one stage holds the whole model.
+    def forward(self, ids_SB: Tensor, labels_SB: Tensor, mask_SB: Tensor | None = None) -> Tensor:
+        """The sum of cross entropy over the valid labels of a batch, the same on every rank; one stage holds the whole model.
 
-        Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B] -> scalar, in the wider of float32 and the dtype.
-        Raises: TronError for an id or a label outside of the vocab (on a GPU: whoever moves the batch there checks it).
+        Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B], mask likewise (True: a token that may be seen) ->
+        scalar, in the wider of float32 and the dtype.
+        Raises: TronError for an id or a label outside of the vocab (on a GPU: whoever moves the batch there checks it), and for a
+        mask that is more than padding at the end.
         """
+        check_mask(mask_SB)
         if not ids_SB.is_cuda:
             check_ids(ids_SB, labels_SB, self.config.vocab_size)
-        return self.loss(self._through(ids_SB), labels_SB)
+        return sum_out(self.loss(self._through(ids_SB), labels_SB), self.sequence.axis)
 
     @torch.no_grad()
-    def logits(self, ids_SB: Tensor) -> Tensor:
+    def logits(self, ids_SB: Tensor, mask_SB: Tensor | None = None) -> Tensor:
         """The whole logits, where one stage holds the whole model, for checks and sampling; training never gathers them.
 
-        Shapes: ids [S, B] -> [S, B, V]. Raises: TronError for an id outside of the vocab.
+        Shapes: ids and mask [S, B] -> [S, B, V]. Raises: TronError as ``forward`` does.
         """
+        check_mask(mask_SB)
         check_ids(ids_SB, None, self.config.vocab_size)
-        return self.vocab.logits(self._through(ids_SB), self.head)[: ids_SB.shape[0]]
+        return self.whole_logits(self._through(ids_SB), ids_SB.shape[0])

@@ -50,7 +50,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def counts_here(layout: Layout, mesh: Mesh) -> bool:
     """Whether this rank is the one whose copy of a tensor counts, among the ranks that hold the same piece.
 
-    Those are ranks of tp, and the other end of the pipeline where both hold a tied matrix.
+    Those are ranks of tp, the ranks of cp, and the other end of the pipeline where both hold a tied matrix.
     """
     sharers = layout.cut.axis.sharing(layout.cut.parts) if layout.cut else mesh.tp
     return sharers.rank == 0 and all(axis.rank == 0 for axis in layout.partial)
@@ -60,7 +60,7 @@ def counts_here(layout: Layout, mesh: Mesh) -> bool:
 def global_norm(weights: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The L2 norm of the whole gradient: every logical element once, whatever is replicated, tied, padded or missing.
 
-    Shapes: float64 scalar, bit-equal on every rank. Cost: one all-reduce of one number over tp, one over pp.
+    Shapes: float64 scalar, bit-equal on every rank. Cost: one all-reduce of one number over each of tp, cp and pp.
     """
     weights = list(weights)
     square = torch.zeros((), dtype=torch.float64, device=weights[0].device)
@@ -68,7 +68,7 @@ def global_norm(weights: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
         layout = layout_of(weight)
         if weight.grad is not None and counts_here(layout, mesh):
             square += layout.unpadded(weight.grad).double().square().sum()
-    return sum_over(square, (mesh.tp, mesh.pp)).sqrt()
+    return sum_over(square, (mesh.tp, mesh.cp, mesh.pp)).sqrt()
 
 
 @torch.no_grad()

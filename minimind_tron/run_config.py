@@ -16,10 +16,12 @@ from minimind_tron.topology import (
     StrategyConfig,
     check_cut,
     check_depth,
+    check_heads,
     virtual_stages_of,
 )
 
 DEFAULT_STEPS = 1000
+DEFAULT_SAMPLE = 200
 # What train writes into its folder.
 OUTPUTS = ("config.toml", "loss.png", "metrics.jsonl", "model", "sample.txt")
 # Forwards in all drawings of one command, and times that can be drawn beside each other.
@@ -107,6 +109,7 @@ class RunConfig(Config):
         Raises: TronError.
         """
         check_cut(self.model, self.mesh)
+        check_heads(self.model, self.mesh, self.strategy)
         check_depth(self.model, self.mesh.pp_size, self.pipeline)
         if self.batch.seq_len > self.model.max_position_embeddings:
             raise TronError(
@@ -147,8 +150,8 @@ class TrainConfig(RunConfig):
     """Steps between two measurements of the held-out loss; the last step always has one."""
     eval_batches: int = 16
     """Microbatches of held-out text a measurement takes."""
-    sample_tokens: int = 200
-    """Length of the greedy sample at the end; 0 for none."""
+    sample_tokens: int | None = None
+    """Length of the greedy sample at the end, 0 for none; 200 unless given, and none under context parallelism."""
     sample_prompt: str = "def "
     """What the greedy sample continues."""
 
@@ -156,6 +159,11 @@ class TrainConfig(RunConfig):
     def _check_train(self) -> Self:
         self._at_least(1, "steps", "log_interval", "eval_interval", "eval_batches")
         self._at_least(0, "sample_tokens")
+        if self.sample_tokens and self.mesh.cp_size > 1:
+            raise TronError(
+                f"sample_tokens={self.sample_tokens} was given, and text is not generated over cp={self.mesh.cp_size}",
+                "leave out --sample-tokens, or use --cp-size 1",
+            )
         if self.steps is not None and self.epochs is not None:
             raise TronError(f"steps={self.steps} and epochs={self.epochs} were both given", "give --steps or --epochs")
         if self.epochs is not None and self.epochs <= 0:
@@ -173,6 +181,13 @@ class TrainConfig(RunConfig):
         _existing("tokenizer", self.tokenizer, "folder")
         _distinct({"output_dir": tuple(self.output_dir / name for name in OUTPUTS), "trace": trace_files(self.trace)})
         return self
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of the greedy sample at the end."""
+        if self.sample_tokens is not None:
+            return self.sample_tokens
+        return 0 if self.mesh.cp_size > 1 else DEFAULT_SAMPLE
 
     @property
     def made(self) -> Path | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minimind_tron.collectives import sum_over
+from minimind_tron.errors import TronError
 from minimind_tron.model import Model
 from minimind_tron.parallel.vocab import check_ids
 from minimind_tron.step import run_pipeline
@@ -24,8 +25,10 @@ def next_logits(model: Model, ids_SB: Tensor) -> Tensor:
     Shapes: ids [S, B] -> [B, V].
     Cost: a forward pass; the head sees one position (under SP one of each rank's shard), and only that one is gathered, and
     brought to every stage.
-    Raises: TronError for an id outside of the vocab.
+    Raises: TronError for an id outside of the vocab, and under context parallelism.
     """
+    if model.mesh.cp.size > 1:
+        raise TronError(f"text cannot be generated over cp={model.mesh.cp.size}", "use --cp-size 1 to generate")
     check_ids(ids_SB, None, model.config.vocab_size)
 
     def finish(x_sBD: Tensor, _: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ def greedy(
     ``known`` how many ids the tokenizer has: rows beyond are never chosen. A ``stop_id`` ends the text early and is left out.
 
     Cost: one forward pass a token over what is read, nothing being cached.
-    Raises: TronError for an id outside of the vocab. AssertionError for an empty prompt.
+    Raises: TronError for an id outside of the vocab, and under context parallelism. AssertionError for an empty prompt.
     """
     assert prompt_ids, "there is nothing to continue"
     ids, continuation = list(prompt_ids), list[int]()

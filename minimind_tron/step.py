@@ -80,11 +80,11 @@ def schedule_of(model: Model, passes: int) -> Schedule:
 
 
 def _total(model: Model, losses: dict[int, Tensor]) -> float:
-    """The sum of what the last stage has, in the order of microbatches, on every stage."""
+    """The sum of what the ranks of the last stage have, each in the order of microbatches, on every rank."""
     total = torch.zeros((), dtype=torch.float64, device=model.storage.device)
     for _, loss in sorted(losses.items()):
         total += loss
-    return float(sum_over(total, (model.mesh.pp,)))
+    return float(sum_over(total, (model.mesh.cp, model.mesh.pp)))
 
 
 def compute_gradients(
@@ -142,7 +142,7 @@ def logits_of(model: Model, batch: Batch, micro_batch_size: int) -> Tensor:
     """
 
     def finish(x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
-        return model.vocab.logits(x_sBD, model.head)[: labels_SB.shape[0]].transpose(0, 1)
+        return model.whole_logits(x_sBD, labels_SB.shape[0]).transpose(0, 1)
 
     found = run_pipeline(model, list(microbatches(batch, micro_batch_size, model)), finish, backward=False)
     shape = (*batch.ids_BS.shape, model.config.vocab_size)

@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self
 import tyro
 from pydantic import model_validator
 
-from minimind_tron.config import Config, ModelConfig
+from minimind_tron.config import Config, ModelConfig, divisors
 from minimind_tron.errors import TronError
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+SequenceLayout = Literal["contiguous", "zigzag"]
 
 
 class MeshConfig(Config):
@@ -19,16 +20,18 @@ class MeshConfig(Config):
     """Ranks that share every matrix (tensor parallelism)."""
     pp_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 1
     """Stages that the layers are cut into (pipeline parallelism)."""
+    cp_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
+    """Ranks that share every sequence (context parallelism)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._at_least(1, "tp_size", "pp_size")
+        self._at_least(1, "tp_size", "pp_size", "cp_size")
         return self
 
     @property
     def degrees(self) -> dict[str, int]:
         """The size of every axis, outermost first."""
-        return {"dp": 1, "pp": self.pp_size, "cp": 1, "tp": self.tp_size}
+        return {"dp": 1, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
 
     @property
     def world_size(self) -> int:
@@ -42,7 +45,7 @@ class MeshConfig(Config):
         """
         if world_size != self.world_size:
             degrees = " x ".join(f"{name} {size}" for name, size in self.degrees.items())
-            tp, rest = divmod(world_size, self.pp_size)
+            tp, rest = divmod(world_size, self.pp_size * self.cp_size)
             fits = not rest and (model is None or cuts(model, tp))
             raise TronError(
                 f"the launcher started {_ranks(world_size)}, but the mesh {degrees} has {self.world_size}",
@@ -61,6 +64,17 @@ class StrategyConfig(Config):
     """Cut embedding, head and cross entropy over tp."""
     async_communication: bool = False
     """Hide the collective of the input gradient behind the weight gradient."""
+    cp_comm_type: Literal["all_gather", "a2a", "ring"] = "ring"
+    """How queries meet keys of other ranks under context parallelism: keys gathered, heads exchanged, or keys going round."""
+    cp_layout: SequenceLayout | None = None
+    """Which tokens a rank holds: one piece, or two from both ends for equal work; zigzag unless given, contiguous for a2a."""
+    cp_regather: bool = True
+    """With --cp-comm-type all_gather: gather the keys again in the backward instead of keeping them."""
+
+    @property
+    def sequence_layout(self) -> SequenceLayout:
+        """The layout of the sequence over cp; by all-to-all every rank has all tokens of its heads, and zigzag gains nothing."""
+        return self.cp_layout or ("contiguous" if self.cp_comm_type == "a2a" else "zigzag")
 
 
 def virtual_stages_of(schedule: ScheduleName, asked: int | None) -> int:
@@ -152,3 +166,28 @@ def check_cut(model: ModelConfig, mesh: MeshConfig) -> None:
     if ffn % tp:
         raise TronError(f"intermediate_size={ffn} cannot be cut over tp={tp}", f"{fix}, or change --intermediate-size")
     raise TronError(f"num_key_value_heads={kv_heads} and tp={tp}: one must be a multiple of the other", fix)
+
+
+def check_heads(model: ModelConfig, mesh: MeshConfig, strategy: StrategyConfig) -> None:
+    """Refuse all-to-all attention over more ranks than share out the query heads evenly; to be asked after ``check_cut``.
+
+    Raises: TronError.
+    """
+    heads = model.num_attention_heads // mesh.tp_size
+    if strategy.cp_comm_type != "a2a" or heads % mesh.cp_size == 0:
+        return
+    over = f"cp={mesh.cp_size}" if mesh.tp_size == 1 else f"tp={mesh.tp_size} x cp={mesh.cp_size}"
+    sizes = " or ".join(str(size) for size in divisors(heads) if size < mesh.cp_size)
+    raise TronError(
+        f"num_attention_heads={model.num_attention_heads} cannot be cut over {over} by cp_comm_type=a2a",
+        f"use --cp-size {sizes}, or --cp-comm-type ring",
+    )
+
+
+def describe_switches(mesh: MeshConfig, strategy: StrategyConfig) -> str:
+    """The switches that are on, in words."""
+    names = ("sequence_parallel", "vocab_parallel", "async_communication")
+    found = [name.replace("_", " ") for name in names if getattr(strategy, name)]
+    if mesh.cp_size > 1:
+        found.append(f"context by {strategy.cp_comm_type.replace('_', '-')}, {strategy.sequence_layout}")
+    return ", ".join(found) or "no other switch"

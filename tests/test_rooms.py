@@ -40,7 +40,7 @@ ROOMS = [
 # runtime knows the machine, not the model: it asks errors and place, which nobody else asks, and only these may ask it.
 WITH_RUNTIME = {"cli", "trainer", "commands"}
 # Files of parallel/ that others of parallel/ may import, and who may.
-SHARED = {"linear": None, "attention": None, "schedules": {"messages", "pipeline"}, "messages": {"pipeline"}}
+SHARED = {"linear": None, "attention": None, "context": {"ring"}, "schedules": {"messages", "pipeline"}, "messages": {"pipeline"}}
 SENDS = {
     "all_gather",
     "all_gather_coalesced",

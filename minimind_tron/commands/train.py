@@ -20,7 +20,7 @@ from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
 from minimind_tron.tokens import Corpus, Samples, load_corpus
-from minimind_tron.topology import StrategyConfig
+from minimind_tron.topology import describe_switches
 from minimind_tron.trainer import References, Trained, count_steps, train, unigram_entropy
 
 
@@ -79,7 +79,7 @@ def run(config: TrainConfig, world: World) -> TrainResult:
             files[-1].write_text(sample.text, encoding="utf-8")
     if config.trace is not None and trained.traced:
         files += trace_files(config.trace)
-    return _conclude(trained, references, sample, tuple(files))
+    return _conclude(config, trained, references, sample, tuple(files))
 
 
 def claim_output(config: TrainConfig, mesh: Mesh) -> None:
@@ -119,18 +119,12 @@ def heldout_text(heldout: Samples, samples: int, tokenizer: Tokenizer) -> bytes:
     return tokenizer.decode(i for i in ids if i not in special).encode("utf-8", "replace")
 
 
-def switches(strategy: StrategyConfig) -> str:
-    """The strategies that are on, in words."""
-    names = ("sequence_parallel", "vocab_parallel", "async_communication")
-    return ", ".join(name.replace("_", " ") for name in names if getattr(strategy, name)) or "no further strategy"
-
-
 def introduce(config: TrainConfig, mesh: Mesh, corpus: Corpus, references: References) -> None:
     """Say what is about to run."""
     degrees = " x ".join(f"{axis.name} {axis.size}" for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp))
     batch, steps = config.batch, count_steps(config, len(corpus.train))
     say(f"model       {config.model.num_parameters:,} parameters, {config.dtype}")
-    say(f"mesh        {degrees}; {switches(config.strategy)}")
+    say(f"mesh        {degrees}; {describe_switches(config.mesh, config.strategy)}")
     if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
         say(f"pipeline    {pipeline}")
     say(f"data        {corpus.description}")
@@ -145,12 +139,12 @@ def _references(references: References) -> str:
 def take_sample(model: Model, tokenizer: Tokenizer, config: TrainConfig) -> Sample | None:
     """The prompt and what the model makes of it, or None where no sample is wanted."""
     prompt = tokenizer.encode(config.sample_prompt)
-    if not (config.sample_tokens and prompt):
+    if not (config.sample_length and prompt):
         return None
     continuation = greedy(
         model,
         beginning(tokenizer, config.data) + prompt,
-        config.sample_tokens,
+        config.sample_length,
         context=config.batch.seq_len,
         known=tokenizer.vocab_size,
         stop_id=tokenizer.eos_id,
@@ -175,10 +169,14 @@ def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save(folder)
 
 
-def _conclude(trained: Trained, references: References, sample: Sample | None, files: tuple[Path, ...]) -> TrainResult:
+def _conclude(
+    config: TrainConfig, trained: Trained, references: References, sample: Sample | None, files: tuple[Path, ...]
+) -> TrainResult:
     heldout, speed = trained.heldout, trained.tokens / max(trained.seconds, 1e-9)
     if sample is not None:
         _show_sample(sample)
+    elif config.mesh.cp_size > 1:
+        say("sample      none: text is not generated under context parallelism")
     say(f"trained     {trained.steps:,} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
     say(f"held out    {heldout.nats_per_byte:.4f} nats/byte, {heldout.nats_per_token:.4f} nats/token; {_references(references)}")
     say("wrote       " + "\n            ".join(map(str, files)))

@@ -15,8 +15,8 @@ from minimind_tron.config_files import flatten
 from minimind_tron.errors import TronError
 from minimind_tron.interop import load_weights
 from minimind_tron.judge import EXACT, Finding, Judge, Plan, Report, Run, record, rounding_shifts
-from minimind_tron.layout import Layout, initialise, layout_of
-from minimind_tron.mesh import Mesh, build_mesh
+from minimind_tron.layout import Layout, initialise, layout_of, live
+from minimind_tron.mesh import Axis, Mesh, build_mesh
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, global_norm
 from minimind_tron.oracle import DenseSubject, build_qwen3, load_qwen3
@@ -26,7 +26,7 @@ from minimind_tron.run_config import ValidateConfig
 from minimind_tron.runtime import World, all_cores, say
 from minimind_tron.step import compute_gradients, evaluate, logits_of, schedule_of, train_step
 from minimind_tron.tokens import Batch
-from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
+from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig, describe_switches
 from minimind_tron.trace import traced
 
 # Ones in norms and zeros in biases would hide what is done to them.
@@ -98,22 +98,27 @@ class ParallelSubject:
 def differing_copies(model: Model) -> list[str]:
     """The parameters of which two ranks hold copies that are not bit-equal, the same list on every rank.
 
-    Cost: one all-gather over tp of every parameter, one over both ends of the pipeline of a tied one.
+    Cost: one all-gather of every parameter over tp, one over cp, and of a tied one over both ends of the pipeline.
     """
-    differ, mesh = [], model.mesh
+    mesh, differ = model.mesh, []
     for name, weight in model.named_parameters():
         layout = layout_of(weight)
-        cut, tp = layout.cut, mesh.tp
-        parts = cut.parts if cut else 1
-        copies = gather_copies(weight.detach(), tp)
-        bits = [copy.contiguous().view(torch.uint8) for copy in copies]
-        firsts = [bits[rank * parts // tp.size * tp.size // parts] for rank in range(tp.size)]
-        both = gather_copies(weight.detach(), mesh.ends) if mesh.ends in layout.partial else [weight.detach()]
-        same = all(torch.equal(copy, first) for copy, first in zip(bits, firsts, strict=True))
-        if not (same and torch.equal(both[0].contiguous().view(torch.uint8), both[-1].contiguous().view(torch.uint8))):
+        parts = layout.cut.parts if layout.cut else 1
+        others = (mesh.cp, mesh.ends) if mesh.ends in layout.partial else (mesh.cp,)
+        same = _copies_agree(weight.detach(), mesh.tp, parts)
+        # Every rank takes part in every gather, whatever it has seen so far.
+        if not all([same, *(_copies_agree(weight.detach(), axis, 1) for axis in others)]):
             differ.append(name)
-    lists = gather_objects([name for names in gather_objects(differ, mesh.tp) for name in names], mesh.pp)
-    return list(dict.fromkeys(name for names in lists for name in names))
+    for axis in live(mesh.tp, mesh.cp, mesh.pp):
+        differ = [name for names in gather_objects(differ, axis) for name in names]
+    return list(dict.fromkeys(differ))
+
+
+def _copies_agree(tensor: Tensor, axis: Axis, parts: int) -> bool:
+    """Whether all ranks of an axis that hold the same of so many pieces hold the same bits."""
+    bits = [copy.contiguous().view(torch.uint8) for copy in gather_copies(tensor, axis)]
+    firsts = [bits[rank * parts // axis.size * axis.size // parts] for rank in range(axis.size)]
+    return all(torch.equal(copy, first) for copy, first in zip(bits, firsts, strict=True))
 
 
 def batch_of(config: ValidateConfig, step: int) -> Batch:
@@ -323,9 +328,8 @@ def run(config: ValidateConfig, world: World) -> Report:
     mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     settle(config.check_before_start, mesh)
     degrees = " x ".join(f"{name} {size}" for name, size in config.mesh.degrees.items())
-    switches = [name.replace("_", " ") for name, value in config.strategy if value is True and name != "sp_recompute"]
     say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
-    say(f"mesh {degrees}; {', '.join(switches) or 'no other switch'}")
+    say(f"mesh {degrees}; {describe_switches(config.mesh, config.strategy)}")
     if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
         say(f"pipeline {pipeline}; {config.batch.passes} microbatches")
     report = validate(config, mesh, world.device)
