@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-full lint measure-pipeline clean
+.PHONY: demo test test-full lint measure-pipeline measure-context clean
 
 demo: $(READY)  ## train the demo preset on 2 processes, then prove it equal to the dense model
 	rm -rf out/demo
@@ -25,6 +25,9 @@ test-full: $(READY)  ## also the whole products, with the listed numbers of step
 
 measure-pipeline: $(READY)  ## the figures of pipelines in the docs: some minutes on two idle cores
 	$(BIN)/python -m measurements.pipeline
+
+measure-context: $(READY)  ## the figures of context parallelism in the docs: some minutes on two idle cores
+	$(BIN)/python -m measurements.context
 
 lint: $(READY)
 	$(BIN)/ruff check minimind_tron tests measurements

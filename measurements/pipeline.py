@@ -17,9 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from measurements.storages import Storages
 from minimind_tron import runtime
 from minimind_tron.collectives import gather_objects
 from minimind_tron.config import ModelConfig
@@ -37,36 +36,6 @@ STAGES, SEQ_LEN, SIZE = 2, 128, ModelConfig()
 MICROBATCHES = (1, 2, 4, 8, 16)
 DOCS = Path(__file__).parents[1] / "docs"
 TRACED = 8
-
-
-class Storages(TorchDispatchMode):
-    """Counts the bytes of the storages that were allocated while it is on and are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_iter(made):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in before:
-                self._count(x.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def gone(_: Any) -> None:
-            self.now -= size
-            self._seen.pop(key, None)
-
-        self._seen[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 @dataclass
