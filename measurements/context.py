@@ -85,7 +85,7 @@ def build(mesh: Mesh, way: Any, layout: SequenceLayout) -> Model:
 
 
 def measure(mesh: Mesh) -> list[Measured]:
-    """Every way and layout in interleaved rounds, so that a drift of the machine hits all alike; first the dense model, on rank 0."""
+    """Every way and layout in interleaved rounds, so a drift of the machine hits all alike; the dense model, on rank 0, too."""
     kinds = [(name, layout) for name in WAYS for layout in get_args(SequenceLayout)]
     models = {kind: build(mesh, *kind) for kind in kinds}
     dense = build(Mesh(), "ring", "contiguous") if mesh.rank == 0 else None

@@ -12,7 +12,7 @@ from minimind_tron.config import BatchConfig, Config, ModelConfig, OptimizerConf
 from minimind_tron.config_files import fields_of, flatten, from_hugging_face, from_toml, to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
-from minimind_tron.topology import MeshConfig, StrategyConfig, check_cut
+from minimind_tron.topology import MeshConfig, StrategyConfig, check_cut, describe_switches
 
 REFUSALS = [
     (ModelConfig, {"vocab_size": 1}, "vocab_size=1 was given, at least 2 is wanted", "change --vocab-size"),
@@ -64,6 +64,7 @@ REFUSALS = [
     (ModelConfig, {"hiden_size": 4}, "hiden_size is not a known key", "did you mean hidden_size?"),
     (ModelConfig, {"zzz": 4}, "zzz is not a known key", ""),
     (MeshConfig, {"tp_size": 0}, "tp_size=0 was given, at least 1 is wanted", "change --tp-size"),
+    (MeshConfig, {"cp_size": 0}, "cp_size=0 was given, at least 1 is wanted", "change --cp-size"),
     (BatchConfig, {"seq_len": 0}, "seq_len=0 was given, at least 1 is wanted", "change --seq-len"),
     (BatchConfig, {"micro_batch_size": 0}, "micro_batch_size=0 was given, at least 1 is wanted", "change --micro-batch-size"),
     (BatchConfig, {"global_batch_size": 0}, "global_batch_size=0 was given, at least 1 is wanted", "change --global-batch-size"),
@@ -99,6 +100,30 @@ REFUSALS = [
         {"mesh": MeshConfig(tp_size=3)},
         "num_attention_heads=8 cannot be cut over tp=3",
         "use --tp-size 2 or 1",
+    ),
+    (
+        RunConfig,
+        {"mesh": MeshConfig(tp_size=2, cp_size=8), "strategy": StrategyConfig(cp_comm_type="a2a")},
+        "num_attention_heads=8 cannot be cut over tp=2 x cp=8 by cp_comm_type=a2a",
+        "use --cp-size 4 or 2 or 1, or --cp-comm-type ring",
+    ),
+    (
+        ValidateConfig,
+        {"mesh": MeshConfig(cp_size=3), "strategy": StrategyConfig(cp_comm_type="a2a")},
+        "num_attention_heads=8 cannot be cut over cp=3 by cp_comm_type=a2a",
+        "use --cp-size 2 or 1, or --cp-comm-type ring",
+    ),
+    (
+        StrategyConfig,
+        {"cp_comm_type": "p2p"},
+        "cp_comm_type='p2p' was given: input should be 'all_gather', 'a2a' or 'ring'",
+        "change --cp-comm-type",
+    ),
+    (
+        TrainConfig,
+        {"mesh": MeshConfig(cp_size=2), "sample_tokens": 5},
+        "sample_tokens=5 was given, and text is not generated over cp=2",
+        "leave out --sample-tokens, or use --cp-size 1",
     ),
     *(
         (TrainConfig, {name: 0}, f"{name}=0 was given, at least 1 is wanted", f"change {flag(name)}")
@@ -159,6 +184,32 @@ def test_every_flag_has_a_help_text_and_a_name_of_its_own() -> None:
 
 
 # Derived sizes
+
+
+def test_zigzag_is_the_layout_where_it_evens_out_the_work() -> None:
+    chosen = {way: StrategyConfig(cp_comm_type=way).sequence_layout for way in ("all_gather", "a2a", "ring")}
+    assert chosen == {"all_gather": "zigzag", "a2a": "contiguous", "ring": "zigzag"}
+    assert StrategyConfig(cp_comm_type="a2a", cp_layout="zigzag").sequence_layout == "zigzag"
+    assert StrategyConfig(cp_layout="contiguous").sequence_layout == "contiguous"
+
+
+def test_a_sample_is_made_unless_the_sequence_is_cut() -> None:
+    lengths = [TrainConfig(mesh=MeshConfig(cp_size=cp), sample_tokens=asked).sample_length for cp in (1, 2) for asked in (None, 0)]
+    assert lengths == [200, 0, 0, 0]
+
+
+def test_ring_and_gathered_keys_take_any_number_of_ranks() -> None:
+    for way in ("all_gather", "ring"):
+        RunConfig(mesh=MeshConfig(cp_size=3, tp_size=2), strategy=StrategyConfig(cp_comm_type=way))
+    RunConfig(mesh=MeshConfig(cp_size=4, tp_size=2), strategy=StrategyConfig(cp_comm_type="a2a"))
+
+
+def test_switches_in_words() -> None:
+    cut = MeshConfig(cp_size=2)
+    assert describe_switches(MeshConfig(), StrategyConfig(cp_comm_type="a2a")) == "no other switch"
+    assert describe_switches(cut, StrategyConfig()) == "context by ring, zigzag"
+    both = StrategyConfig(sequence_parallel=True, cp_comm_type="all_gather", cp_layout="contiguous")
+    assert describe_switches(cut, both) == "sequence parallel, context by all-gather, contiguous"
 
 
 def test_the_default_is_minimind() -> None:

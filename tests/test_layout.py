@@ -81,8 +81,15 @@ def test_without_a_cut_the_tensor_is_whole() -> None:
 def test_a_parameter_carries_its_layout() -> None:
     layout = Layout((5, 2), cut=Cut(0, lonely(4, 1), 4))
     weight = parameter(layout, CPU64)
-    assert layout_of(weight) is layout
+    assert layout_of(weight) == layout
     assert (weight.shape, weight.dtype, weight.requires_grad) == ((2, 2), torch.float64, True)
+
+
+def test_where_the_sequence_is_cut_every_gradient_is_a_part() -> None:
+    tp, cp = lonely(4, 1), Axis("cp", 2, 0, (0, 1))
+    storage = Storage(torch.float64, torch.device("cpu"), (cp,))
+    assert layout_of(parameter(Layout((5, 2), partial=(tp,)), storage)) == Layout((5, 2), partial=(tp, cp))
+    assert layout_of(parameter(Layout((5, 2)), storage)) == Layout((5, 2), partial=(cp,))
 
 
 def test_live_axes_have_more_than_one_rank() -> None:

@@ -160,7 +160,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     for row, column in _plain_blocks(q.shape[2], k.shape[2], causal):
         scores = _plain_scores(q, k, row, column, causal)
-        found = scores.softmax(-1).nan_to_num(0.0) @ v[:, :, column].to(dtype)
+        found = scores.softmax(-1) @ v[:, :, column].to(dtype)
         merge(out[:, :, row], lse[:, :, row], found, scores.logsumexp(-1))
     return out.to(q.dtype), lse
 
@@ -193,7 +193,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
         return CPU_FLASH if hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu") else PLAIN
     if q.device.type == "cuda":
         asked = cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
-        if cuda.can_use_flash_attention(asked):
+        # Flash takes heads of a multiple of 8 channels only; torch.nn.functional would pad them before it asks.
+        if q.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(asked):
             return CUDA_FLASH
         if cuda.can_use_efficient_attention(asked):
             return CUDA_EFFICIENT

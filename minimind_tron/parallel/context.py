@@ -7,22 +7,21 @@ gradient is a part over cp. Inside there are three ways to bring queries and key
 - *all-to-all*: every rank gets all tokens of some heads, and gives the results back;
 - *ring*: blocks of K and V go round, queries stay.
 
-``SequenceMap`` says which tokens a rank holds. Causally, later tokens have more to do: cut into n contiguous pieces, the last rank
-does 2n-1 times the work of the first. In zigzag, rank r holds chunks r and 2n-1-r of 2n, and all ranks do the same. By all-to-all
-every rank sees all tokens of its heads, and the map does not matter.
+``SequenceMap`` says which tokens a rank holds. Causally, later tokens have more to do: with contiguous pieces the last rank does
+2 cp - 1 times the work of the first. In zigzag, rank r holds chunks r and 2 cp - 1 - r of 2 cp, and all ranks do the same. By
+all-to-all every rank sees all tokens of its heads, and the map does not matter.
 
-Cost, per layer and microbatch, c = S / n tokens a rank, in elements that a rank sends ("wide" ones are float32 or wider):
+Cost, per layer and microbatch, in elements that a rank sends; c = S / cp, n and k are this rank's query and kv heads, k' is
+lcm(k, cp), and what is marked * travels in float32 or wider:
 
 | | forward | backward |
 | --- | --- | --- |
-| all-gather | (n-1) 2cBkH | (n-1) 2cBkH again, unless kept, and (n-1) 2cBkH wide |
-| all-to-all | (n-1)/n cB(2N' + 2K')H | the same |
-| ring | (n-1) 2cBkH | (n-1) 2cBkH and (n-1) 2cBkH wide |
-
-N' = n_q and K' are this rank's query heads and its kv heads, the latter repeated until n divides them.
+| all-gather | (cp-1) 2cBkH | (cp-1) 2cBkH again, unless kept, and (cp-1) 2cBkH* |
+| all-to-all | (cp-1)/cp cB(2n + 2k')H | the same |
+| ring | (cp-1) 2cBkH | (cp-1) 2cBkH and (cp-1) 2cBkH* |
 
 Source: all-gather as in Llama 3, arXiv 2407.21783, section 3.3.2 (zigzag comes from there, too; here its gather hides behind the
-rank's own block); all-to-all as in DeepSpeed-Ulysses, arXiv 2309.14509. There kv heads must divide; here they are repeated.
+rank's own block); all-to-all from DeepSpeed-Ulysses, arXiv 2309.14509. There kv heads must divide; here they are repeated.
 """
 
 import math
@@ -80,11 +79,11 @@ class SequenceMap:
         return torch.cat([chunks[number] for number in self.chunks_of(rank)])
 
     def cut(self, x_S: Tensor) -> Tensor:
-        """The tokens of every rank. Shapes: [S, ...] -> [n, c, ...]."""
+        """The tokens of every rank. Shapes: [S, ...] -> [cp, c, ...]."""
         return torch.stack([self._of(x_S, rank) for rank in range(self.axis.size)])
 
     def join(self, parts: Sequence[Tensor] | Tensor) -> Tensor:
-        """The whole sequence from every rank's tokens, in the order of the ranks. Shapes: n times [c, ...] -> [S, ...]."""
+        """The whole sequence from every rank's tokens, in the order of the ranks. Shapes: cp times [c, ...] -> [S, ...]."""
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
             found |= zip(self.chunks_of(rank), part.chunk(self.chunks_a_rank), strict=True)

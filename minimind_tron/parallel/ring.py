@@ -5,14 +5,14 @@ passed on and not computed with. What a block adds is merged by log-sum-exp, in 
 
 Backward, K and V go round again, and their gradients travel behind them, a step later, each on its own hop: a rank adds what its
 queries hand to the block it has at hand, and passes the sum on. A block's own rank begins with its share and keeps it at home; the
-last hop brings the others' sum. So n-1 hops of each do.
+last hop brings the others' sum. So cp-1 hops of each do.
 
 Memory: beside its own tokens a rank holds two blocks of K and V, the one at hand and the one under way, and in the backward two
 blocks of gradients. That is why a gradient's hop is waited for before the next block is begun: computing with one sum sent, one
 arriving and a new share growing would take a third.
 
-Cost: (n-1) blocks of 2*c*B*k*H sent forward; backward as many, and as many in float32 or wider.
-Source: Liu et al., Ring Attention with Blockwise Transformers, arXiv 2310.01889. There each block of gradients makes n hops.
+Cost: cp-1 blocks of 2*c*B*k*H sent forward; backward as many, and as many in float32 or wider.
+Source: Liu et al., Ring Attention with Blockwise Transformers, arXiv 2310.01889. There each block of gradients makes cp hops.
 """
 
 from typing import Any, cast
@@ -72,6 +72,6 @@ def attend(q_cBnH: Tensor, k_cBkH: Tensor, v_cBkH: Tensor, sequence: SequenceMap
     """Causal attention of this rank's queries, blocks of K and V going round.
 
     Shapes: [c, B, n, H], [c, B, k, H] twice -> [c, B, n, H].
-    Cost: forward n-1 messages of 2*c*B*k*H; backward as many, and as many in float32 or wider.
+    Cost: forward cp-1 messages of 2*c*B*k*H; backward as many, and as many in float32 or wider.
     """
     return cast(Tensor, RingAttention.apply(q_cBnH, k_cBkH, v_cBkH, sequence))
