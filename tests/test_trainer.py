@@ -1,5 +1,6 @@
 """The loop and the command around it: one run on every mesh, and everything it writes, says and refuses."""
 
+import contextlib
 import io
 import json
 import math
@@ -112,6 +113,9 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "tp, async": {"mesh": {"tp_size": 2}, "strategy": {**SWITCHES, "async_communication": True}},
     "pp, 1f1b": {"mesh": {"pp_size": 2}},
     "pp, zb-h1": {"mesh": {"pp_size": 2}, "pipeline": {"pp_schedule": "zb-h1"}},
+    "cp, ring": {"mesh": {"cp_size": 2}, "strategy": {"cp_comm_type": "ring"}, "sample_tokens": None},
+    "cp, gathered": {"mesh": {"cp_size": 2}, "strategy": {"cp_comm_type": "all_gather"}, "sample_tokens": None},
+    "cp, a2a": {"mesh": {"cp_size": 2}, "strategy": {"cp_comm_type": "a2a"}, "sample_tokens": None},
 }
 
 
@@ -346,21 +350,31 @@ def run_here(config: TrainConfig) -> TrainResult:
     return run(config, here(config))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
-def test_a_run_leaves_a_folder_that_others_can_use(tmp_path: Path, tp: int, pp: int) -> None:
-    out = tmp_path / "out" / "train"
+@pytest.mark.parametrize("mesh", [{}, {"tp_size": 2}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "cp_size": 2}], ids=str)
+def test_a_run_leaves_a_folder_that_others_can_use(tmp_path: Path, mesh: dict[str, int]) -> None:
+    out, samples = tmp_path / "out" / "train", "cp_size" not in mesh
     config = config_for(
-        text_file(tmp_path), output_dir=out, mesh={"tp_size": tp, "pp_size": pp}, strategy=SWITCHES, steps=20, dtype="float64"
+        text_file(tmp_path),
+        output_dir=out,
+        mesh=mesh,
+        strategy=SWITCHES,
+        steps=20,
+        dtype="float64",
+        sample_tokens=12 if samples else None,
     )
-    results = pool(tp * pp).run(run_here, config)
+    results = pool(config.mesh.world_size).run(run_here, config)
     assert all(result.exit_code == 0 and result.files == results[0].files for result in results)
     assert len({(result.loss, result.sample) for result in results}) == 1
-    assert sorted(path.name for path in out.iterdir()) == ["config.toml", "loss.png", "metrics.jsonl", "model", "sample.txt"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("config.toml", "loss.png", "metrics.jsonl", "model"),
+        *(["sample.txt"] if samples else []),
+    ]
     assert {path.name for path in results[0].files} == {path.name for path in out.iterdir()}
     assert TrainConfig.model_validate(from_toml(TrainConfig, out / "config.toml").model_dump()) == config
-    assert results[0].sample is not None
-    assert (out / "sample.txt").read_text() == results[0].sample.text
-    assert results[0].sample.text.startswith("def ")
+    assert (results[0].sample is not None) == samples
+    if results[0].sample is not None:
+        assert (out / "sample.txt").read_text() == results[0].sample.text
+        assert results[0].sample.text.startswith("def ")
     theirs = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float64)
     assert AutoTokenizer.from_pretrained(out / "model")("def")["input_ids"] == list(b"def")
     heldout = load_corpus(config.data, Tokenizer(None), 13).heldout
@@ -389,6 +403,30 @@ def test_a_run_says_its_pipeline_and_traces_a_step(tmp_path: Path, capsys: pytes
     assert "zb-v; layers 0-0 on stage 0, 1-1 on stage 0" in said
     assert "step 3: traced; bubble wall clock" in said
     assert {"t.json", "t.png", "t.html"} <= {path.name for path in result.files if path.exists()}
+
+
+def test_a_run_that_cuts_the_sequence_says_how_and_traces_its_messages(tmp_path: Path) -> None:
+    trace, mesh = tmp_path / "t.json", {"cp_size": 2}
+    config = config_for(text_file(tmp_path), output_dir=tmp_path / "out", mesh=mesh, sample_tokens=None, trace=trace)
+    said = pool(2).run(what_a_run_says, config)[0]
+    assert "dp 1 x pp 1 x cp 2 x tp 1; context by ring, zigzag" in said
+    assert "sample      none: text is not generated under context parallelism" in said
+    events = json.loads(trace.read_text())["traceEvents"]
+    shifts = [event["args"] for event in events if event["name"] == "shift cp"]
+    # A layer and microbatch send one block forward; backward that block again, and its gradient.
+    layers, passes = config.model.num_hidden_layers, config.batch.passes
+    assert [sum(shift["backward"] == way for shift in shifts) for way in (False, True)] == [
+        2 * layers * passes,
+        4 * layers * passes,
+    ]
+    assert {shift["action"].split()[0] for shift in shifts} == {"F", "B"}
+
+
+def what_a_run_says(config: TrainConfig) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run_here(config)
+    return said.getvalue()
 
 
 def claims(config: TrainConfig) -> str:
