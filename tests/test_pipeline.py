@@ -1,12 +1,10 @@
 """Pipelines are the dense model, whatever the schedule: numbers, messages, memory, and planted bugs that validate must catch."""
 
-import contextlib
 import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,10 @@ from minimind_tron.run_config import ValidateConfig
 from minimind_tron.sampling import greedy
 from minimind_tron.step import compute_gradients, evaluate, train_step
 from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
-from tests.covering import pairwise
+from tests.covering import Row, pairwise
 from tests.meshes import mesh_of, randn
-from tests.pool import Pool
+from tests.proving import Pools, name_of, on_rank, one_thread, passes, rows_of
 
-Pools = Callable[[int], Pool]
-Row = dict[str, Any]
 SP_VP = {"sequence_parallel": True, "vocab_parallel": True}
 
 
@@ -87,36 +83,6 @@ def model_of(config: ValidateConfig) -> Model:
     built = Model(config.model, mesh_of(config.mesh), config.strategy, config.pipeline, dtype=torch.float64)
     initialise(built, config.seed, validate.SPREAD)
     return built
-
-
-def ranks(config: ValidateConfig) -> int:
-    return config.mesh.tp_size * config.mesh.pp_size
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """For tensors this small, and ranks that share few cores, more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with mock.patch.object(validate, "all_cores", contextlib.nullcontext):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def on_rank(config: ValidateConfig) -> Report:
-    with mock.patch.object(validate, "say"), one_thread():
-        return validate.validate(config, mesh_of(config.mesh), torch.device("cpu"))
-
-
-def name_of(row: Row) -> str:
-    return "-".join(f"{key}={value}" for key, value in row.items())
-
-
-def rows_of(values: dict[str, tuple[Any, ...]]) -> list[Row]:
-    """The whole product."""
-    return [dict(zip(values, choice, strict=True)) for choice in itertools.product(*values.values())]
 
 
 def by_oracle(rows: list[Row]) -> list[Row]:
@@ -201,12 +167,6 @@ WITH_TP: dict[str, tuple[Any, ...]] = {
 def with_tp(asynchronous: bool, sp_recompute: bool, **row: Any) -> ValidateConfig:
     switches = {"async_communication": asynchronous, "sp_recompute": sp_recompute}
     return config_of(tp=2, layers=4 if row["p"] < 4 else 8, strategy=SP_VP | switches, **row)
-
-
-def passes(pool: Pools, config: ValidateConfig) -> None:
-    report = pool(ranks(config)).run(on_rank, config)[0]
-    assert report.rule == "exact"
-    assert report.passed, validate.verdict(report)
 
 
 @pytest.mark.parametrize("row", by_oracle(pairwise(LISTED)), ids=name_of)
@@ -357,7 +317,7 @@ def gradients_on_rank(config: ValidateConfig) -> tuple[Named, float] | None:
 
 @lru_cache(maxsize=64)
 def gradients(pool: Pools, config: ValidateConfig) -> tuple[Named, float]:
-    return pool(ranks(config)).run(gradients_on_rank, config)[0]
+    return pool(config.mesh.world_size).run(gradients_on_rank, config)[0]
 
 
 def differing(one: tuple[Named, float], other: tuple[Named, float]) -> list[str]:
@@ -501,9 +461,9 @@ def test_weights_are_written_and_read_as_by_one_process(pool: Pools, tmp_path: P
     assert sum(name.endswith(".safetensors") for name in alone) > 1
     cut = {"2": config_of(tied=tied), "2 x 2": config_of("zb-v", tp=2, tied=tied, strategy=SP_VP)}
     for name, config in cut.items():
-        pool(ranks(config)).run(save, config, tmp_path / name)
+        pool(config.mesh.world_size).run(save, config, tmp_path / name)
         assert files_in(tmp_path / name) == alone
-        assert all(pool(ranks(config)).run(loads, config, tmp_path / "one"))
+        assert all(pool(config.mesh.world_size).run(loads, config, tmp_path / "one"))
 
 
 # Memory

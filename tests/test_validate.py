@@ -3,8 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from minimind_tron.runtime import World
 from minimind_tron.topology import MeshConfig, StrategyConfig
 from tests.covering import pairwise
 from tests.meshes import tp_mesh
-from tests.pool import Pool
+from tests.proving import Pools, name_of, on_rank
 
-Pools = Callable[[int], Pool]
 SEAMS = {
     "tp": {"sequence_parallel": False},
     "sp": {"sequence_parallel": True, "sp_recompute": True},
@@ -84,21 +82,6 @@ def config_of(
         log_interval=max(1, steps // 2),
         **others,
     )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with mock.patch.object(validate, "say"):
-        yield
-
-
-def on_rank(config: ValidateConfig) -> Report:
-    with quiet():
-        return validate.validate(config, tp_mesh(), torch.device("cpu"))
-
-
-def name_of(row: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in row.items())
 
 
 @pytest.mark.parametrize("row", pairwise(LISTED | ALSO), ids=name_of)
