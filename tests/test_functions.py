@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,12 @@ from torch.autograd.gradcheck import GradcheckError
 
 import minimind_tron
 from minimind_tron import collectives
-from minimind_tron.collectives import CopyIn, GatherIn, ScatterOut, SumOut, copy_in, shard, sum_out
+from minimind_tron.collectives import AllToAll, CopyIn, GatherIn, ScatterOut, SumOut, copy_in, shard, sum_out
 from minimind_tron.layout import Cut
 from minimind_tron.mesh import Axis
 from minimind_tron.model import choose_seams
-from minimind_tron.parallel import linear
+from minimind_tron.parallel import linear, ring
+from minimind_tron.parallel.context import SequenceMap, attend_by_heads, attend_gathered
 from minimind_tron.parallel.overlap import HiddenReduce, HiddenRegathered, HiddenScatter, Regathered
 from minimind_tron.parallel.vocab import VocabCrossEntropy, cross_entropy, look_up
 from tests.meshes import SIZES, STRATEGIES, randn, tp_mesh
@@ -46,6 +48,7 @@ LINEAR = {
     "SumOut": Linear(SumOut, False, True, lambda xs, rank: torch.stack(xs).sum(0)),
     "GatherIn": Linear(GatherIn, False, False, lambda xs, rank: torch.cat(xs)),
     "ScatterOut": Linear(ScatterOut, False, False, lambda xs, rank: torch.stack(xs).sum(0).chunk(len(xs))[rank]),
+    "AllToAll": Linear(AllToAll, False, False, lambda xs, rank: torch.cat([x.chunk(len(xs))[rank] for x in xs])),
 }
 # Linear in x for fixed weights: entries that several column linears share. True: all ranks feed the same x.
 ENTRIES = {
@@ -53,6 +56,13 @@ ENTRIES = {
     "HiddenScatter": (HiddenScatter, False),
     "Regathered": (Regathered, False),
     "HiddenRegathered": (HiddenRegathered, False),
+}
+# Attention of this rank's tokens, keys of other ranks included.
+ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, SequenceMap], Tensor]] = {
+    "CausalAttention": attend_by_heads,
+    "GatheredAttention": partial(attend_gathered, regather=True),
+    "GatheredAttention, keys kept": partial(attend_gathered, regather=False),
+    "RingAttention": ring.attend,
 }
 
 
@@ -70,7 +80,8 @@ def found_functions() -> set[str]:
 
 
 def test_no_function_is_without_a_test() -> None:
-    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | {"VocabCrossEntropy", "Multiply", "LookUp"}
+    attentions = {name.split(",")[0] for name in ATTENTIONS}
+    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | attentions | {"VocabCrossEntropy", "Multiply", "LookUp"}
 
 
 # Size 1
@@ -104,6 +115,26 @@ def test_gradcheck_of_multiply(bias: Tensor | None) -> None:
 def test_gradcheck_of_look_up() -> None:
     rows = torch.tensor([[0, 4], [2, 4]])
     assert gradcheck(lambda table: linear.look_up(rows, table), local((5, D), 1))
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention written out. Shapes: [S, B, n, H], [S, B, k, H] twice -> [S, B, n, H]."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("sbnh,tbnh->bnst", q, k) / q.shape[-1] ** 0.5
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("bnst,tbnh->sbnh", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+
+
+def attended() -> list[Tensor]:
+    """q, k and v of 8 tokens, 4 query heads and 2 kv heads."""
+    return [local((8, 1, heads, 2), seed) for seed, heads in enumerate((4, 2, 2))]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_gradcheck_of_attention(name: str) -> None:
+    attend = partial(ATTENTIONS[name], sequence=SequenceMap(Axis("cp")))
+    assert gradcheck(attend, attended())
+    torch.testing.assert_close(attend(*attended()), dense_attention(*attended()), rtol=1e-13, atol=1e-13)
 
 
 # Weight gradients put off
@@ -351,8 +382,29 @@ def test_gradcheck_of_vocab_regions(pool, strategy: str) -> None:
     pool(2).run(check_vocab_regions, strategy)
 
 
+def check_attention(name: str, layout: str) -> None:
+    """Whole q, k and v on every rank, of which each takes its tokens; the whole output counts once."""
+    axis = tp_mesh().tp
+    sequence = SequenceMap(axis, layout)
+
+    def region(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ATTENTIONS[name](*(sequence.own(copy_in(x, axis)) for x in (q, k, v)), sequence=sequence)
+        others = torch.zeros_like(out)
+        return sum_out(sequence.join([out if rank == axis.rank else others for rank in range(axis.size)]), axis)
+
+    torch.testing.assert_close(region(*attended()), dense_attention(*attended()), rtol=1e-13, atol=1e-13)
+    torch.manual_seed(0)
+    assert gradcheck(region, attended(), fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_gradcheck_of_attention_over_two_ranks(pool, name: str, layout: str) -> None:
+    pool(2).run(check_attention, name, layout)
+
+
 def fails_when_spoilt(kind: str, strategy: str, spoilt: str) -> bool:
-    function = {"CopyIn": CopyIn, "ScatterOut": ScatterOut, "HiddenReduce": HiddenReduce}[kind]
+    function = {"CopyIn": CopyIn, "ScatterOut": ScatterOut, "HiddenReduce": HiddenReduce, "RingAttention": ring.RingAttention}[kind]
     kept = function.backward
     wrong = {
         "no sum": lambda ctx, *dys: (dys[0], None),
@@ -360,7 +412,10 @@ def fails_when_spoilt(kind: str, strategy: str, spoilt: str) -> bool:
     }
     function.backward = staticmethod(wrong[spoilt])
     try:
-        check_region(strategy)
+        if kind == "RingAttention":
+            check_attention(kind, strategy)
+        else:
+            check_region(strategy)
     except GradcheckError:
         return True
     finally:
@@ -370,7 +425,12 @@ def fails_when_spoilt(kind: str, strategy: str, spoilt: str) -> bool:
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "spoilt"),
-    [("CopyIn", "tp", "no sum"), ("ScatterOut", "sp", "doubled"), ("HiddenReduce", "tp-async", "doubled")],
+    [
+        ("CopyIn", "tp", "no sum"),
+        ("ScatterOut", "sp", "doubled"),
+        ("HiddenReduce", "tp-async", "doubled"),
+        ("RingAttention", "zigzag", "doubled"),
+    ],
 )
 def test_gradcheck_of_regions_can_fail(pool, kind: str, strategy: str, spoilt: str) -> None:
     assert pool(2).run(fails_when_spoilt, kind, strategy, spoilt) == [True, True]

@@ -1,5 +1,6 @@
 """What a forward and backward of the model sends, held against the closed forms of the strategies' docstrings."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -10,8 +11,9 @@ from minimind_tron.collectives import Entry, all_reduce, ledger
 from minimind_tron.config import ModelConfig
 from minimind_tron.layout import layout_of
 from minimind_tron.parallel.data import sum_gradients
-from minimind_tron.topology import StrategyConfig
-from tests.meshes import STRATEGIES, make_model, random_batch, tiny, tp_mesh
+from minimind_tron.step import compute_gradients
+from minimind_tron.topology import MeshConfig, StrategyConfig
+from tests.meshes import STRATEGIES, make_model, mesh_of, random_batch, tiny, tp_mesh
 
 B, S, ITEM = 2, 8, 8  # float64
 Sent = Counter[tuple[str, bool, int]]  # how many collectives of a kind, in the backward or not, of so many sent bytes
@@ -114,6 +116,73 @@ def test_gradient_sums(pool, name: str, vocab_parallel: bool, kv_heads: int, siz
     strategy = STRATEGIES[name].model_copy(update={"vocab_parallel": vocab_parallel})
     for _, sums in pool(size).run(record_model, config, strategy):
         assert summed_by_axes(sums) == expected
+
+
+# Context parallelism
+
+
+def record_context(config: ModelConfig, mesh: MeshConfig, strategy: StrategyConfig, seq_len: int, dtype: torch.dtype) -> Sent:
+    """What a gradient pass sends over cp inside of actions, so without the sums of gradients."""
+    model, batch = make_model(config, strategy, dtype, mesh_of(mesh)), random_batch(B, seq_len, config.vocab_size)
+    with ledger() as entries:
+        compute_gradients(model, batch, B)
+    return book([entry for entry in entries if entry.axis == "cp" and entry.action])
+
+
+def attention(way: str, cp: int, tokens: int, heads: tuple[int, int], strategy: StrategyConfig, item: int = ITEM) -> Sent:
+    """What a layer's attention sends: ``tokens`` and ``heads`` (query and kv) are a rank's; sums are float32 or wider."""
+    n, k = heads
+    block, H = tokens * B * 2 * k * tiny().head_width, tiny().head_width
+    summed = (cp - 1) * block * max(item, 4)
+    if way == "ring":
+        sent = [("shift", False, block * item), ("shift", True, block * item), ("shift", True, block * max(item, 4))]
+        return Counter(sent * (cp - 1))
+    if way == "all_gather":
+        again = [("all_gather", True, (cp - 1) * block * item)] * strategy.cp_regather
+        return Counter([("all_gather", False, (cp - 1) * block * item), *again, ("reduce_scatter", True, summed)])
+    there = tokens * B * (n + 2 * math.lcm(k, cp)) * H * item * (cp - 1) // cp
+    back = tokens * B * n * H * item * (cp - 1) // cp
+    return Counter([("all_to_all", backward, size) for backward in (False, True) for size in (there, back)])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("way", "regather"), [("ring", True), ("all_gather", True), ("all_gather", False), ("a2a", True)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("mesh", [MeshConfig(cp_size=2), MeshConfig(cp_size=4), MeshConfig(cp_size=2, tp_size=2)], ids=str)
+def test_a_way_sends_its_closed_form(pool, mesh: MeshConfig, kv_heads: int, way: str, regather: bool, layout: str) -> None:
+    sp = mesh.tp_size > 1
+    strategy = StrategyConfig(sequence_parallel=sp, cp_comm_type=way, cp_layout=layout, cp_regather=regather)
+    multiple = math.lcm(2 if layout == "zigzag" else 1, mesh.tp_size)
+    tokens = -(-13 // (mesh.cp_size * multiple)) * multiple
+    for dtype, item in ((torch.float64, 8), (torch.bfloat16, 2)) if kv_heads == 2 else ((torch.float64, 8),):
+        heads = 4 // mesh.tp_size, max(1, kv_heads // mesh.tp_size)
+        expected = attention(way, mesh.cp_size, tokens, heads, strategy, item)
+        ranks = [
+            pool(mesh.world_size).run(
+                record_context, tiny(num_key_value_heads=kv_heads, num_hidden_layers=layers), mesh, strategy, 13, dtype
+            )
+            for layers in (1, 2)
+        ]
+        for one, two in zip(*ranks, strict=True):
+            assert one == two - one == expected, "nothing but attention sends over cp"
+
+
+def summed_over_cp(mesh: MeshConfig) -> list[tuple[str, int]]:
+    model = make_model(tiny(), mesh=mesh_of(mesh))
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    with ledger() as entries:
+        sum_gradients(model.parameters())
+    return sorted((entry.axis, entry.sent_bytes) for entry in entries)
+
+
+def test_gradients_are_summed_over_cp_once(pool) -> None:
+    numbers, norms = tiny().num_parameters, 2 * tiny().num_hidden_layers * tiny().head_width
+    assert pool(2).run(summed_over_cp, MeshConfig(cp_size=2)) == [[("cp", reduce(2, numbers))]] * 2
+    whole = 5 * tiny().hidden_size + tiny().vocab_size * tiny().hidden_size
+    share = whole + (numbers - whole - norms) // 2
+    expected = sorted([("cp", reduce(2, share)), ("cp", reduce(2, norms)), ("tp", reduce(2, norms))])
+    assert pool(4).run(summed_over_cp, MeshConfig(cp_size=2, tp_size=2)) == [expected] * 4
 
 
 def sum_of_missing_gradients() -> bool:
