@@ -97,13 +97,19 @@ class Pending:
         self._keep = keep
 
     def wait(self) -> Tensor:
-        """The result, once it is here."""
+        """The result, once it is here; to be asked for once."""
         for work in self._works:
             work.wait()
         if self._entry is not None:
             self._entry.end_s = time.perf_counter()
-        self._keep = ()
-        return self._finish()
+        # Whoever still knows this object shall not keep what was sent: a finished work does, and so does the last step.
+        finish, self._finish = self._finish, _taken
+        self._keep = self._works = ()
+        return finish()
+
+
+def _taken() -> Tensor:
+    raise AssertionError("the result was taken already")
 
 
 def _wire(x: Tensor, axis: Axis) -> Tensor:

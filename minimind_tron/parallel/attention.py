@@ -12,7 +12,7 @@ Source: Dao et al., FlashAttention, arXiv 2205.14135, for blocks and lse; Liu et
 across ranks. Running maximum and running sum are one number here, their lse.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -263,14 +263,19 @@ class Gradients:
         for g in range(self.q.shape[1]):
             dout, q, out, dq = (x[:, g : g + 1, rows] for x in (self.dout, self.q, self.out, self.dq))
             lse = self.lse[:, g : g + 1, rows]
-            found = kernel_for(q, k, v, tile.causal).backward(dout, q, k, v, out, lse, tile.causal)
-            for total, part in zip((dq, *dk_dv), found, strict=True):
-                total.add_(part)
+            backward = kernel_for(q, k, v, tile.causal).backward
+            _accumulate((dq, *dk_dv), backward(dout, q, k, v, out, lse, tile.causal))
 
     def results(self, dk_dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv in the run's dtype. Shapes: dk and dv as [2, S, B, k, H] -> [S, B, n, H], [S, B, k, H] twice."""
         dk, dv = dk_dv.to(self.q.dtype).unbind(0)
         return self.dq_SBnH.to(self.q.dtype), dk, dv
+
+
+def _accumulate(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Add parts that nobody keeps: they are gone before the next are computed."""
+    for total, part in zip(totals, parts, strict=True):
+        total.add_(part)
 
 
 def _folded(block: Tensor, tile: Tile) -> list[Tensor]:
