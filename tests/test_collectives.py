@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from minimind_tron import collectives
 from minimind_tron.collectives import (
     all_gather,
     all_reduce,
+    exchange_parts,
     gather_copies,
     gather_whole,
     reduce_scatter,
@@ -22,6 +25,7 @@ from minimind_tron.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    start_shift,
     sum_over,
 )
 from minimind_tron.layout import Cut, Layout, fill_from
@@ -37,6 +41,8 @@ ORACLES = {
     "all_reduce max": (lambda x, axis: all_reduce(x, axis, "max"), lambda xs, rank: torch.stack(xs).amax(0)),
     "all_gather": (all_gather, lambda xs, rank: torch.cat(xs)),
     "reduce_scatter": (reduce_scatter, lambda xs, rank: torch.stack(xs).sum(0).chunk(len(xs))[rank]),
+    "shift": (lambda x, axis: start_shift(x, axis).wait(), lambda xs, rank: xs[rank - 1]),
+    "exchange_parts": (exchange_parts, lambda xs, rank: torch.cat([x.chunk(len(xs))[rank] for x in xs])),
     "gather_copies": (lambda x, axis: torch.stack(gather_copies(x, axis)), lambda xs, rank: torch.stack(xs)),
     "sum_over": (lambda x, axis: sum_over(x, (Axis("dp"), axis)), lambda xs, rank: torch.stack(xs).sum(0)),
 }
@@ -142,12 +148,14 @@ def check_in_flight() -> None:
     summed = start_all_reduce(xs[axis.rank].clone(), axis)
     gathered = start_all_gather(ys[axis.rank].clone(), axis)
     scattered = start_reduce_scatter(ys[axis.rank].clone(), axis)
+    shifted = start_shift(xs[axis.rank].clone(), axis)
     # Nothing but the handles refers to the inputs now; what is allocated next must not land in their place.
     gc.collect()
     noise = [torch.full((8, 3, 2), torch.nan, dtype=torch.float64) for _ in range(50)]
     assert torch.equal(scattered.wait(), torch.stack(ys).sum(0).chunk(axis.size)[axis.rank])
     assert torch.equal(gathered.wait(), torch.cat(ys))
     assert torch.equal(summed.wait(), torch.stack(xs).sum(0))
+    assert torch.equal(shifted.wait(), xs[axis.rank - 1])
     assert len(noise) == 50
     # An all-reduce reads a copy, so the input may change at once.
     x = xs[axis.rank].clone()
@@ -159,6 +167,28 @@ def check_in_flight() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_several_in_flight(pool, size: int) -> None:
     pool(size).run(check_in_flight)
+
+
+def check_nothing_is_kept() -> list[bool]:
+    """Whether what was sent is gone once the result is here, although the handles are not."""
+    axis, gone = tp_mesh().tp, []
+    for start in (start_all_reduce, start_all_gather, start_reduce_scatter, start_shift):
+        x = inputs(axis.size, torch.float64, "plain")[axis.rank]
+        sent, pending = StorageWeakRef(x.untyped_storage()), start(x, axis)
+        del x
+        pending.wait()
+        # A thread of the backend may hold its finished work a moment longer.
+        end = time.monotonic() + 5
+        while not sent.expired() and time.monotonic() < end:
+            time.sleep(0.01)
+        gone.append(sent.expired())
+        with pytest.raises(AssertionError, match="taken already"):
+            pending.wait()
+    return gone
+
+
+def test_what_was_sent_is_kept_by_nobody(pool) -> None:
+    assert pool(2).run(check_nothing_is_kept) == [[True] * 4] * 2
 
 
 def check_share() -> object:
@@ -204,9 +234,10 @@ def check_what_is_sent() -> None:
     x = inputs(axis.size, torch.float64, "transposed")[axis.rank]
     assert not x.is_contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((collectives, "_gather_flat"), (collectives, "_scatter_flat"), (dist, "all_reduce")):
+        names = ((collectives, "_gather_flat"), (collectives, "_scatter_flat"), (dist, "all_reduce"), (dist, "all_to_all_single"))
+        for owner, name in names:
             patch.setattr(owner, name, refusing_strides(getattr(owner, name)))
-        for run in (all_gather, reduce_scatter, all_reduce):
+        for run in (all_gather, reduce_scatter, all_reduce, exchange_parts):
             run(x, axis)
 
 
