@@ -12,6 +12,9 @@ MODEL = ("--hidden-size", "256", "--num-hidden-layers", "2", "--vocab-size", "50
 TOPOLOGIES = {
     "tp": "--tp 2",
     "tp, sp, vp, async": "--tp 2 --sequence-parallel --vocab-parallel --async-communication",
+    "cp, ring": "--cp 2",
+    "cp, gathered": "--cp 2 --cp-comm-type all_gather",
+    "cp, by heads, tp, sp": "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel",
     "pp": "--pp 2 --num-microbatches 3 --micro-batch-size 1",
     "pp, zb-h1, tp, sp": "--pp 2 --tp 2 --sequence-parallel --pp-schedule zb-h1 --num-microbatches 3 --micro-batch-size 1",
 }
