@@ -180,6 +180,23 @@ def test_blocks_of_keys_are_the_whole(bounds: tuple[int, ...]) -> None:
     assert max(in_blocks(bounds)) < 1e-13
 
 
+def test_what_several_blocks_add_to_is_float32_or_wider() -> None:
+    every = Tile(slice(0, 4), slice(0, 4))
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        q, block = randn(4, 1, 2, 8, seed=0, dtype=dtype), randn(2, 4, 1, 2, 8, seed=1, dtype=dtype)
+        attended = Attended(q, 2)
+        attended.add(block, every)
+        attended.add(block, every)
+        assert attended.out is not None
+        assert attended.lse is not None
+        assert (attended.out.dtype, attended.lse.dtype) == (wide, wide)
+        out, lse = attended.result()
+        gradients, into = Gradients(q, q, out, lse, 2), zeros_for(block)
+        gradients.add(block, every, into)
+        assert (out.dtype, gradients.dq.dtype, into.dtype) == (dtype, wide, wide)
+        assert {x.dtype for x in gradients.results(into)} == {dtype}
+
+
 def test_a_block_left_out_and_a_wrong_sum_are_seen() -> None:
     assert min(in_blocks((0, 6, 12), left_out=1)) > 1e-2
     out, *gradients = in_blocks((0, 6, 12), lse_off_by=0.1)

@@ -1,6 +1,7 @@
 """Context parallelism is the dense model, whatever the way and the layout: maps, numbers, corner batches, and planted bugs."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -244,6 +245,7 @@ RARE: dict[str, tuple[tuple[int, int], ...]] = {
     "one label, in the middle": ((2, 7),),
     "one label, at the last position": ((3, 14),),
     "labels on the first rank only": ((0, 0), (1, 1), (2, 2), (2, 1)),
+    "no label on the last rank": tuple((s, i) for s in range(4) for i in range(2, 11)),
     "labels in one sample only": tuple((1, i) for i in range(15)),
 }
 
@@ -355,19 +357,26 @@ def joined_in_the_order_of_ranks() -> Any:
     return mock.patch.object(SequenceMap, "join", lambda self, parts: torch.cat(list(parts)))
 
 
-def last_hop_left_out() -> Any:
-    """What other ranks found for K and V stays with the last of them; on two ranks every second hop of a backward is that one."""
-    right, hops = ring.start_shift, 0
+def without_hops(size: int, left_out: Callable[[bool, int], bool]) -> Any:
+    """Some hops of each ring bring what the rank had itself, chosen by whether they are in a backward, and their number.
+
+    In the forward, attention over the wrong keys. In the backward a sound loss, and weights that learn slowly or drift.
+    """
+    right, hops = ring.start_shift, Counter[bool]()
 
     def wrong(x: Tensor, axis: Axis) -> collectives.Pending:
-        nonlocal hops
-        if torch._C._current_graph_task_id() != -1:
-            hops += 1
-            if hops % 2 == 0:
-                return collectives.Pending(lambda: x)
-        return right(x, axis)
+        backward = torch._C._current_graph_task_id() != -1
+        # A backward sends keys and, from its second step on, gradients.
+        hop = hops[backward] % ((size - 1) * (2 if backward else 1))
+        hops[backward] += 1
+        return collectives.Pending(lambda: x) if left_out(backward, hop) else right(x, axis)
 
     return mock.patch.object(ring, "start_shift", wrong)
+
+
+def gathered_gradients_not_summed() -> Any:
+    """A rank's keys learn from its own queries only."""
+    return mock.patch.object(context, "reduce_scatter", lambda x, axis: x.chunk(axis.size)[axis.rank])
 
 
 def gradients_of_the_next_rank() -> Any:
@@ -459,10 +468,20 @@ def later_keys_seen() -> Any:
     return mock.patch.object(SequenceMap, "tile", wrong)
 
 
-def block_judged_by_its_own_sum() -> Any:
-    """The backward forgets that lse is over all blocks: the last block's own would be smaller."""
-    right = attention.Attended.result
-    return mock.patch.object(attention.Attended, "result", lambda self: (right(self)[0], right(self)[1] - 0.1))
+def merged_sum_forgotten() -> Any:
+    """The merged output is right and its lse is that of the first block: a sound loss, and gradients too large."""
+    right = attention.merge
+    return mock.patch.object(attention, "merge", lambda out, lse, more, more_lse: right(out, lse.clone(), more, more_lse))
+
+
+def block_taken_for_another() -> Any:
+    """Blocks of other ranks are taken for those of the rank before: some of the future is seen, and the loss is too low."""
+    right = SequenceMap.tile
+
+    def wrong(self: SequenceMap, source: int, tokens: int) -> Tile | None:
+        return right(self, source if source == self.axis.rank else (source - 1) % self.axis.size, tokens)
+
+    return mock.patch.object(SequenceMap, "tile", wrong)
 
 
 # What puts it in; on what; which finding fails; whether the first loss shows anything.
@@ -477,7 +496,27 @@ BUGS: dict[str, tuple[Callable[[], Any], Row, str, bool]] = {
         "loss",
         True,
     ),
-    "ring: K/V gradients left on the last rank": (last_hop_left_out, {}, "k_proj", False),
+    "ring: last hop home left out": (lambda: without_hops(2, lambda backward, hop: backward and hop == 1), {}, "k_proj", False),
+    "ring of four: last hop home left out": (
+        lambda: without_hops(4, lambda backward, hop: backward and hop == 5),
+        {"cp": 4},
+        "v_proj",
+        False,
+    ),
+    "ring of four: last hop of keys left out": (
+        lambda: without_hops(4, lambda backward, hop: not backward and hop == 2),
+        {"cp": 4},
+        "logits",
+        True,
+    ),
+    "ring of four: last hop of keys left out of the backward": (
+        lambda: without_hops(4, lambda backward, hop: backward and hop == 3),
+        {"cp": 4},
+        "q_proj",
+        False,
+    ),
+    "ring of four: a block taken for another rank's": (block_taken_for_another, {"cp": 4}, "logits", True),
+    "all-gather: K/V gradients not summed": (gathered_gradients_not_summed, {"way": "all_gather"}, "k_proj", False),
     "all-gather: K/V gradients of another rank": (gradients_of_the_next_rank, {"way": "all_gather"}, "k_proj", False),
     "all-to-all: gradients not exchanged back": (gradients_not_exchanged_back, {"way": "a2a"}, "v_proj", False),
     "all-to-all: a repeated head's gradient not summed": (
@@ -494,7 +533,7 @@ BUGS: dict[str, tuple[Callable[[], Any], Row, str, bool]] = {
     "copies counted once per rank in the norm": (copies_counted_in_the_norm, {}, "gradient norm", False),
     "blocks merged by average": (blocks_averaged, {}, "logits", True),
     "keys after the query seen": (later_keys_seen, {"layout": "contiguous"}, "logits", True),
-    "backward with the wrong log-sum-exp": (block_judged_by_its_own_sum, {"way": "all_gather"}, "q_proj", False),
+    "the merged log-sum-exp forgotten": (merged_sum_forgotten, {"way": "all_gather"}, "q_proj", False),
 }
 
 
