@@ -73,7 +73,10 @@ def compare_kernel(kernel: Kernel, rows: int, keys: int, causal: bool, dtype: to
     wide = [x.detach().double().requires_grad_() for x in (q, each_k, each_v)]
     want_out, want_lse = written_out(*wide, causal)
     want_out.backward(dout.double())
-    found = kernel.backward(dout, q, each_k, each_v, out, lse, causal)
+    # Gradients hands on one query head of a kv head at a time, as views into all of them.
+    heads = [[x[:, g : g + 1] for x in (dout, q, out, lse)] for g in range(3)]
+    each = [kernel.backward(dout, q, k, v, out, lse, causal) for dout, q, out, lse in heads]
+    found = [torch.cat(gradients, 1) for gradients in zip(*each, strict=True)]
     errors = [apart(out, want_out.detach()), apart(lse, want_lse.detach())]
     # A token that sees itself alone gives q and k nothing.
     return max(errors + [apart(g, x.grad) for g, x in zip(found, wide, strict=True) if x.grad.norm() > 1e-12])
@@ -98,6 +101,11 @@ def test_the_plain_kernel_goes_block_by_block(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(attention, "_plain_scores", lambda *given: seen.append((s := right(*given)).shape[-2:].numel()) or s)
     assert compare_kernel(PLAIN, rows, keys, causal, torch.float64) < 1e-13
     assert max(seen) <= 16
+
+
+def test_the_plain_kernel_goes_over_more_than_a_block() -> None:
+    more = attention.PLAIN_BLOCK + 5
+    assert max(compare_kernel(PLAIN, *lengths, False, torch.float64) for lengths in ((3, more), (more, 3))) < 1e-13
 
 
 def test_the_cpu_has_a_fused_kernel_and_other_devices_a_plain_one() -> None:
@@ -219,6 +227,17 @@ def test_padding_at_the_end_is_what_causal_attention_honours(samples: tuple[str,
     check_mask(None)
 
 
+def test_the_model_takes_padding_at_the_end() -> None:
+    model, ids, mask = make_model(tiny()), torch.arange(8).view(4, 2), mask_of("1100", "1111")
+    labels = ids.masked_fill(mask == 0, -100)
+    other = ids.masked_fill(mask == 0, 5)
+    for spelt in (mask, mask.bool()):
+        assert torch.equal(model.logits(ids, spelt), model.logits(ids))
+        assert torch.equal(model(ids, labels, spelt), model(ids, labels))
+    assert torch.equal(model.logits(ids)[mask == 1], model.logits(other)[mask == 1]), "no token sees padding"
+    assert torch.equal(model(ids, labels), model(other, labels))
+
+
 @pytest.mark.parametrize(("samples", "index"), [(("011",), 0), (("111", "101"), 1), (("110", "100", "001"), 2)])
 def test_any_other_mask_is_refused(samples: tuple[str, ...], index: int) -> None:
     model, ids = make_model(tiny()), torch.ones(len(samples[0]), len(samples), dtype=torch.long)
@@ -300,6 +319,19 @@ def test_a_way_is_the_attention_of_qwen3(pool, way: str, size: int) -> None:
             assert all(x[tokens:].eq(0).all() for x in ours[1:]), f"{case}: padding has a gradient"
             pairs = zip(ours, reference(kv_heads, tokens, torch.float64), strict=True)
             assert max(apart(x[:tokens], wanted) for x, wanted in pairs) < 1e-13, case
+
+
+def with_the_plain_kernel(size: int, cases: list[Case]) -> list[list[Tensor]]:
+    """``on_first_rank`` as on a device without a fused kernel, in blocks smaller than a rank's tokens."""
+    with mock.patch.object(attention, "kernel_for", return_value=PLAIN), mock.patch.object(attention, "PLAIN_BLOCK", 3):
+        return on_first_rank(size, cases, torch.float64)
+
+
+def test_the_plain_kernel_does_in_every_way(pool) -> None:
+    cases = list(product(WAYS, LAYOUTS, (2,), (33,)))
+    for case, ours in zip(cases, pool(2).run(with_the_plain_kernel, 2, cases)[0], strict=True):
+        pairs = zip(ours, reference(2, 33, torch.float64), strict=True)
+        assert max(apart(x[:33], wanted) for x, wanted in pairs) < 1e-13, case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -457,6 +489,53 @@ def test_two_remote_blocks_are_alive_at_most(pool, size: int, layout: str) -> No
     hoarded = pool(4).run(blocks_alive, 4, layout, True)
     assert all(forward > 3 for forward, _ in hoarded)
     assert all(backward > 5 for _, backward in hoarded)
+
+
+class OfSize(Storages):
+    """Storages of some bytes, as a number of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    @property
+    def most(self) -> float:
+        """The most that were there at once."""
+        return self.peak / self.size
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() == self.size:
+            super()._count(storage)
+
+
+def blocks_by_kind(size: int, layout: str, hoards: str = "") -> tuple[float, float]:
+    """The most blocks of K and V that came or are coming in a backward, and of gradients; ``hoards``: what no sender forgets.
+
+    In bfloat16 the gradients travel in float32, so that storages of the two differ in size.
+    """
+    axis, right = cp_axis(size), ring.start_shift
+    sequence = SequenceMap(axis, layout)
+    dtypes, kept = {"": None, "keys": torch.bfloat16, "gradients": torch.float32}, []
+
+    def shift(x: Tensor, axis: Axis) -> Any:
+        if x.dtype == dtypes[hoards]:
+            kept.append(x)
+        return right(x, axis)
+
+    q, k, v, dout = (sequence.own(randn(64, 2, heads, 4, seed=heads, dtype=torch.bfloat16)) for heads in (6, 2, 2, 6))
+    out = ring.attend(q.requires_grad_(), k.requires_grad_(), v, sequence)
+    block_bytes = 2 * k.numel() * k.element_size()
+    with mock.patch.object(ring, "start_shift", shift), OfSize(block_bytes) as keys, OfSize(2 * block_bytes) as gradients:
+        out.backward(dout)
+    return keys.most, gradients.most
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_and_their_gradients_are_two_blocks_each(pool, layout: str) -> None:
+    # The gradient of its own block is beside those that travel.
+    assert pool(4).run(blocks_by_kind, 4, layout) == [(2, 1 + 2)] * 4
+    assert all(keys > 2 for keys, _ in pool(4).run(blocks_by_kind, 4, layout, "keys"))
+    assert all(gradients > 1 + 2 for _, gradients in pool(4).run(blocks_by_kind, 4, layout, "gradients"))
 
 
 def test_no_scores_of_all_tokens_are_ever_held() -> None:

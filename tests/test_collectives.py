@@ -121,8 +121,9 @@ def test_old_names_are_used_where_the_new_are_missing(monkeypatch, attribute: st
 def test_an_axis_of_one_is_the_identity_without_a_group() -> None:
     assert not dist.is_initialized()
     x = torch.randn(3, 2)
-    for run in (all_reduce, all_gather, reduce_scatter):
+    for run in (all_reduce, all_gather, reduce_scatter, exchange_parts):
         assert run(x, Mesh().tp) is x
+    assert start_shift(x, Mesh().tp).wait() is x
     assert torch.equal(shard(x, Mesh().tp), x)
     assert share(thing := {"a": 1}, Mesh()) is thing
     assert sum_over(x, (Mesh().dp, Mesh().tp)) is x
@@ -189,6 +190,24 @@ def check_nothing_is_kept() -> list[bool]:
 
 def test_what_was_sent_is_kept_by_nobody(pool) -> None:
     assert pool(2).run(check_nothing_is_kept) == [[True] * 4] * 2
+
+
+def what_is_booked(dtype: torch.dtype) -> list[tuple[str, str, int, bool, bool]]:
+    """The ledger's entries of a shift and of an exchange of 8 x 3 x 2 numbers."""
+    axis = tp_mesh().tp
+    x = inputs(axis.size, dtype, "plain")[axis.rank]
+    with collectives.ledger() as entries:
+        start_shift(x, axis).wait()
+        exchange_parts(x, axis)
+    return [(entry.axis, entry.kind, entry.sent_bytes, entry.backward, 0 < entry.start_s <= entry.end_s) for entry in entries]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_shift_sends_all_and_an_exchange_what_is_not_its_own(pool, size: int, dtype: torch.dtype) -> None:
+    whole = 48 * dtype.itemsize
+    entries = [("tp", "shift", whole, False, True), ("tp", "all_to_all", whole * (size - 1) // size, False, True)]
+    assert pool(size).run(what_is_booked, dtype) == [entries if size > 1 else []] * size
 
 
 def check_share() -> object:
