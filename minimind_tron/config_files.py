@@ -72,11 +72,13 @@ def from_toml(kind: type[C], path: Path, given: Collection[str] = ()) -> C:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TronError(f"config={path} is not TOML: {error}", "mend the file") from None
     known = fields_of(kind)
-    values = {ALIASES.get(name := key.replace("-", "_"), name): value for key, value in values.items()}
+    values = _by_field(values, path)
     for name, other in (*ALTERNATIVES, *((b, a) for a, b in ALTERNATIVES)):
         if name in given:
             values.pop(other, None)
     for name, value in values.items():
+        if name not in known and isinstance(value, dict):
+            raise TronError(f"[{name}] in {path} is a table, and keys stand at the top level", f"remove the line [{name}]")
         if name not in known:
             raise TronError(f"{name} in {path} is not a known key", nearest(name, known) or "remove it")
         owner: type[Config] = known[name] or kind
@@ -97,6 +99,19 @@ def from_toml(kind: type[C], path: Path, given: Collection[str] = ()) -> C:
             own = {key: values[key] for key in info.annotation.model_fields if key in values}
             parts[name] = info.annotation.model_construct(**own)
     return kind.model_construct(**parts)
+
+
+def _by_field(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The values under the names of their fields; a file may spell those as flags are spelt, and each once."""
+    found: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        name = ALIASES.get(name, name)
+        if name in found:
+            raise TronError(f"{spelt[name]} and {key} in {path} say the same thing", "remove one of them")
+        found[name], spelt[name] = value, key
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather, gather_copies, sum_out
 from minimind_tron.config import ModelConfig
+from minimind_tron.errors import TronError
 from minimind_tron.layout import Cut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.parallel import context, overlap, ring, sequence, tensor, vocab
@@ -50,6 +51,20 @@ def choose_attention(sequence: SequenceMap, strategy: StrategyConfig) -> Attend:
     if strategy.cp_comm_type == "all_gather":
         return partial(context.attend_gathered, sequence=sequence, regather=strategy.cp_regather)
     return partial(context.attend_by_heads if strategy.cp_comm_type == "a2a" else ring.attend, sequence=sequence)
+
+
+def check_shape(ids_SB: Tensor, labels_SB: Tensor | None = None) -> None:
+    """Refuse what is no batch of tokens.
+
+    Raises: TronError for ids and labels that are not integers [S, B] with at least one token a sample, alike in shape.
+    """
+    for name, x in (("ids", ids_SB), ("labels", ids_SB if labels_SB is None else labels_SB)):
+        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if not (integers and x.dim() == 2 and x.shape[0] and x.shape == ids_SB.shape):
+            raise TronError(
+                f"{name} of {x.dtype} {tuple(x.shape)} were given, integers [S, B] with a token a sample are wanted",
+                f"change the {name}; a single sample is ids.unsqueeze(1)",
+            )
 
 
 class RMSNorm(nn.Module):
@@ -322,10 +337,11 @@ class Model(nn.Module):
 
         Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B], mask likewise (True: a token that may be seen) ->
         scalar, in the wider of float32 and the dtype.
-        Raises: TronError for an id or a label outside of the vocab (on a GPU: whoever moves the batch there checks it), and for a
-        mask that is more than padding at the end.
+        Raises: TronError for ids of another shape or without a token, for an id or a label outside of the vocab (on a GPU: whoever
+        moves the batch there checks it), and for a mask that is more than padding at the end.
         """
-        check_mask(mask_SB)
+        check_shape(ids_SB, labels_SB)
+        check_mask(mask_SB, ids_SB)
         if not ids_SB.is_cuda:
             check_ids(ids_SB, labels_SB, self.config.vocab_size)
         return sum_out(self.loss(self._through(ids_SB), labels_SB), self.sequence.axis)
@@ -336,6 +352,7 @@ class Model(nn.Module):
 
         Shapes: ids and mask [S, B] -> [S, B, V]. Raises: TronError as ``forward`` does.
         """
-        check_mask(mask_SB)
+        check_shape(ids_SB)
+        check_mask(mask_SB, ids_SB)
         check_ids(ids_SB, None, self.config.vocab_size)
         return self.whole_logits(self._through(ids_SB), ids_SB.shape[0])

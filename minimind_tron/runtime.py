@@ -37,6 +37,8 @@ _LAUNCHER = "MINIMIND_TRON_LAUNCHER"
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "CUDA out of memory")
 _STOP_S = 10  # between SIGTERM and SIGKILL
+# More is a slip of the hand: every rank is a process with a torch of its own.
+MOST_RANKS = 512
 _session: World | None = None
 _sessions = 0
 
@@ -73,9 +75,14 @@ def launch(arguments: list[str], world_size: int, *, device: str) -> int:
 
     Returns: 0; the workers' own code where they agreed on one (1: validate said FAIL) or failed with one (2: a user's mistake);
         1 for crashes and kills; 130 and 143 after Ctrl-C and SIGTERM. A failure is shown once, as the error that came first.
-    Raises: TronError for a device this host does not have, and on native Windows.
+    Raises: TronError for a device this host does not have, for more ranks than any host runs, and on native Windows.
     """
     _refuse_windows()
+    if world_size > MOST_RANKS:
+        raise TronError(
+            f"{world_size} ranks were asked for, and at most {MOST_RANKS} are started on one host",
+            "lower the size of an axis, or start the ranks with torchrun on several hosts",
+        )
     gpus = _accelerator(device)
     return launch_command([sys.executable, "-m", "minimind_tron", *arguments], world_size, gpus=gpus)
 

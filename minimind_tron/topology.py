@@ -66,15 +66,17 @@ class StrategyConfig(Config):
     """Hide the collective of the input gradient behind the weight gradient."""
     cp_comm_type: Literal["all_gather", "a2a", "ring"] = "ring"
     """How queries meet keys of other ranks under context parallelism: keys gathered, heads exchanged, or keys going round."""
-    cp_layout: SequenceLayout | None = None
-    """Which tokens a rank holds: one piece, or two from both ends for equal work; zigzag unless given, contiguous for a2a."""
+    cp_layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """Which tokens a rank holds: one piece, or two from both ends for equal work; auto is zigzag, and contiguous for a2a."""
     cp_regather: bool = True
     """With --cp-comm-type all_gather: gather the keys again in the backward instead of keeping them."""
 
     @property
     def sequence_layout(self) -> SequenceLayout:
         """The layout of the sequence over cp; by all-to-all every rank has all tokens of its heads, and zigzag gains nothing."""
-        return self.cp_layout or ("contiguous" if self.cp_comm_type == "a2a" else "zigzag")
+        if self.cp_layout != "auto":
+            return self.cp_layout
+        return "contiguous" if self.cp_comm_type == "a2a" else "zigzag"
 
 
 def virtual_stages_of(schedule: ScheduleName, asked: int | None) -> int:

@@ -222,9 +222,9 @@ def mask_of(*samples: str) -> Tensor:
 
 @pytest.mark.parametrize("samples", [("111",), ("110", "111", "100"), ("000",), ("1",)])
 def test_padding_at_the_end_is_what_causal_attention_honours(samples: tuple[str, ...]) -> None:
-    check_mask(mask_of(*samples))
-    check_mask(mask_of(*samples).bool())
-    check_mask(None)
+    mask = mask_of(*samples)
+    for given in (mask, mask.bool(), None):
+        check_mask(given, torch.zeros_like(mask))
 
 
 def test_the_model_takes_padding_at_the_end() -> None:
@@ -242,7 +242,7 @@ def test_the_model_takes_padding_at_the_end() -> None:
 def test_any_other_mask_is_refused(samples: tuple[str, ...], index: int) -> None:
     model, ids = make_model(tiny()), torch.ones(len(samples[0]), len(samples), dtype=torch.long)
     mask = mask_of(*samples)
-    for attempt in (lambda: check_mask(mask.bool()), lambda: model(ids, ids, mask), lambda: model.logits(ids, mask)):
+    for attempt in (lambda: check_mask(mask.bool(), ids), lambda: model(ids, ids, mask), lambda: model.logits(ids, mask)):
         with pytest.raises(TronError, match=rf"hides a token before one it shows \(sample {index}\)"):
             attempt()
     padding = mask_of(*["1" * len(samples[0])] * len(samples))

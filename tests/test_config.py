@@ -183,6 +183,22 @@ def test_every_flag_has_a_help_text_and_a_name_of_its_own() -> None:
     assert (fields_of(TrainConfig)["tp_size"], fields_of(TrainConfig)["seed"]) == (MeshConfig, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cp = 2\ncp_size = 3\n", "cp and cp_size in {path} say the same thing; remove one of them"),
+        ("tp_size = 2\ntp-size = 2\n", "tp_size and tp-size in {path} say the same thing; remove one of them"),
+        ("[mesh]\ncp = 2\n", "[mesh] in {path} is a table, and keys stand at the top level; remove the line [mesh]"),
+    ],
+)
+def test_a_file_says_things_once_and_flat(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(TronError) as error:
+        from_toml(ValidateConfig, path)
+    assert str(error.value) == message.format(path=path)
+
+
 # Derived sizes
 
 
@@ -455,7 +471,7 @@ def test_toml_is_checked_later_so_that_flags_may_mend_it(tmp_path: Path) -> None
     [
         ("hiden_size = 4", r"hiden_size in .*run\.toml is not a known key; did you mean hidden_size\?"),
         ("zzz = 4", r"zzz in .*run\.toml is not a known key; remove it"),
-        ("[model]\nhidden_size = 4", r"model in .*run\.toml is not a known key"),
+        ("[model]\nhidden_size = 4", r"\[model\] in .*run\.toml is a table"),
         ('hidden_size = "wide"', r"hidden_size='wide' in .*run\.toml was given: input should be a valid integer.*; mend the file"),
         ('device = "tpu"', r"device='tpu' in .*run\.toml was given: .*'cuda'; mend the file"),
         ("hidden_size = ", r"config=.*run\.toml is not TOML: .*; mend the file"),

@@ -120,7 +120,7 @@ def test_kv_heads_are_repeated_until_ranks_can_share_them_out(kv_heads: int, ran
 def config_of(
     cp: int = 2,
     way: str = "ring",
-    layout: str | None = None,
+    layout: str = "auto",
     kv_heads: int = 2,
     sp: bool = False,
     seq_len: int = 15,

@@ -89,6 +89,33 @@ def test_check_ids(ids: list[int], labels: list[int] | None, message: str | None
     assert str(error.value) == f"{message}; change --vocab-size"
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(0, 1, dtype=torch.long),
+        torch.zeros(4, dtype=torch.long),
+        torch.zeros(4, 1, 1, dtype=torch.long),
+        torch.zeros(4, 1),
+        torch.zeros(4, 1, dtype=torch.bool),
+    ],
+    ids=["no token", "one dim", "three dims", "fractions", "booleans"],
+)
+def test_what_is_no_batch_of_tokens_is_refused(ids: Tensor) -> None:
+    model, good = make_model(tiny()), torch.zeros(4, 1, dtype=torch.long)
+    for attempt in (lambda: model.logits(ids), lambda: model(ids, ids), lambda: model(good, ids)):
+        with pytest.raises(TronError, match=r"integers \[S, B\] with a token a sample are wanted"):
+            attempt()
+    assert model.logits(good[:, :0]).shape == (4, 0, 37), "a batch of no sample is one"
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 4, dtype=torch.bool), torch.ones(4, 1), torch.ones(3, 1, dtype=torch.long)])
+def test_a_mask_of_another_kind_than_the_ids_is_refused(mask: Tensor) -> None:
+    model, ids = make_model(tiny()), torch.zeros(4, 1, dtype=torch.long)
+    for attempt in (lambda: model.logits(ids, mask), lambda: model(ids, ids, mask)):
+        with pytest.raises(TronError, match=r"a mask of torch.* was given with ids of \(4, 1\)"):
+            attempt()
+
+
 def refusals(vocab_parallel: bool, sequence_parallel: bool) -> list[str]:
     """What forward, logits and a step say to an id and a label that are not in the vocab."""
     model = make_model(tiny(), StrategyConfig(vocab_parallel=vocab_parallel, sequence_parallel=sequence_parallel))

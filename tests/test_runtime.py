@@ -299,6 +299,14 @@ def test_a_device_that_is_not_there_is_a_mistake(bare, monkeypatch, device):
         launch(["train"], 2, device=device)
 
 
+def test_more_ranks_than_a_host_runs_are_refused_before_any_is_started(bare) -> None:
+    with pytest.raises(TronError) as error:
+        launch(["validate"], runtime.MOST_RANKS + 1, device="cpu")
+    assert str(error.value).startswith(
+        "513 ranks were asked for, and at most 512 are started on one host; lower the size of an axis"
+    )
+
+
 def test_windows_is_pointed_to_wsl(bare, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(TronError, match="WSL"), session():

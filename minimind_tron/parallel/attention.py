@@ -51,14 +51,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_mask(mask_SB: Tensor | None) -> None:
+def check_mask(mask_SB: Tensor | None, ids_SB: Tensor) -> None:
     """Refuse a mask that causal attention does not honour by itself; True (or 1) marks tokens that may be seen.
 
     Padding at the end of a sample is honoured: no token before it sees it.
-    Raises: TronError that names the first sample with a hidden token before a visible one.
+    Raises: TronError for a mask of another shape than the ids or of fractions, and one that names the first sample with a hidden
+    token before a visible one.
     """
     if mask_SB is None:
         return
+    if mask_SB.shape != ids_SB.shape or mask_SB.is_floating_point():
+        raise TronError(
+            f"a mask of {mask_SB.dtype} {tuple(mask_SB.shape)} was given with ids of {tuple(ids_SB.shape)}",
+            "give True or 1 for every token that may be seen, in the order [S, B] of the ids",
+        )
     holes = (~mask_SB[:-1].bool() & mask_SB[1:].bool()).any(0)
     if holes.any():
         raise TronError(
