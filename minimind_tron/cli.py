@@ -118,7 +118,7 @@ def parse(command: str, arguments: list[str]) -> Config:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise TronError(_one_line(caught.getvalue()), f"see minimind-tron {command} --help") from None
+        raise TronError(_one_line(caught.getvalue()).rstrip("."), f"see minimind-tron {command} --help") from None
     if unknown:
         raise _unknown(unknown[0], kind)
     assert config is not None, "tyro returns a config or exits"
