@@ -171,7 +171,7 @@ MISTAKES = [
     ("train --seed", "Missing value for argument '--seed'. Expected 1 values.; see minimind-tron train --help"),
     (
         "train --device tpu",
-        "invalid choice 'tpu' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda').; see minimind-tron train --help",
+        "invalid choice 'tpu' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda'); see minimind-tron train --help",
     ),
     ("train --tp 3", "num_attention_heads=8 cannot be cut over tp=3; use --tp-size 2 or 1"),
     ("train --tp 0", "tp_size=0 was given, at least 1 is wanted; change --tp-size"),
