@@ -168,7 +168,7 @@ MISTAKES = [
         "train --hidden-size wide",
         "Error parsing --hidden-size: 'wide' is not a whole number; see minimind-tron train --help",
     ),
-    ("train --seed", "Missing value for argument '--seed'. Expected 1 values.; see minimind-tron train --help"),
+    ("train --seed", "Missing value for argument '--seed'. Expected 1 values; see minimind-tron train --help"),
     (
         "train --device tpu",
         "invalid choice 'tpu' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda'); see minimind-tron train --help",
