@@ -1,12 +1,11 @@
-"""Every word that ranks say to each other, each op beside its conjugate, and the ledger that counts them.
+"""Every word that ranks say to each other, each op beside its conjugate; the ledger counts them.
 
 An axis of size 1 is the identity, decided here and nowhere else. Collectives return new tensors; they never write into a tensor
 they were given. Reductions run in the tensor's own dtype.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,68 +17,12 @@ from torch.autograd import Function
 
 from minimind_tron.errors import TronError
 from minimind_tron.layout import Layout, live
+from minimind_tron.ledger import Entry, book
 from minimind_tron.mesh import Axis, Mesh
 
 # torch 2.13 renamed the flat collectives; 2.11 and 2.12 know the old names only.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass
-class Entry:
-    """One collective or message of one rank: bytes are those a rank sends (in a ring), times are of ``time.perf_counter``.
-
-    ``action`` is what the pipeline was doing, empty between actions.
-    """
-
-    axis: str
-    kind: str
-    sent_bytes: int
-    backward: bool
-    start_s: float
-    end_s: float = 0.0
-    action: str = ""
-
-
-_ledger: list[Entry] | None = None
-_action = ""
-_backward = False
-
-
-@contextmanager
-def ledger() -> Iterator[list[Entry]]:
-    """Record every collective of this process while the context is open.
-
-    Raises: AssertionError when one is open already.
-    """
-    global _ledger
-    assert _ledger is None, "a ledger is open already"
-    entries: list[Entry] = []
-    _ledger = entries
-    try:
-        yield entries
-    finally:
-        _ledger = None
-
-
-@contextmanager
-def booked_under(action: str, backward: bool) -> Iterator[None]:
-    """Note in the ledger's entries what was being done; put off, a part of the backward runs outside of autograd's."""
-    global _action, _backward
-    _action, _backward = action, backward
-    try:
-        yield
-    finally:
-        _action, _backward = "", False
-
-
-def _book(axis: Axis, kind: str, sent_bytes: float, backward: bool | None = None) -> Entry | None:
-    if _ledger is None:
-        return None
-    in_backward = (_backward or torch._C._current_graph_task_id() != -1) if backward is None else backward
-    entry = Entry(axis.name, kind, int(sent_bytes), in_backward, time.perf_counter(), action=_action)
-    _ledger.append(entry)
-    return entry
 
 
 def _bytes(x: Tensor) -> int:
@@ -128,7 +71,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(lambda: x)
     sent = _wire(x, axis)
     buffer = sent.clone() if sent.data_ptr() == x.data_ptr() else sent
-    entry = _book(axis, "all_reduce", 2 * (axis.size - 1) / axis.size * _bytes(buffer))
+    entry = book(axis, "all_reduce", 2 * (axis.size - 1) / axis.size * _bytes(buffer))
     work = dist.all_reduce(buffer, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], axis.group, async_op=True)
     return Pending(lambda: buffer.to(x.device), work, entry=entry)
 
@@ -147,7 +90,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(lambda: x)
     sent = _wire(x, axis)
     whole = sent.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    entry = _book(axis, "all_gather", (axis.size - 1) * _bytes(sent))
+    entry = book(axis, "all_gather", (axis.size - 1) * _bytes(sent))
     work = _gather_flat(whole, sent, group=axis.group, async_op=True)
     return Pending(lambda: whole.to(x.device), work, entry=entry, keep=(sent,))
 
@@ -167,7 +110,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     assert x.shape[0] % axis.size == 0, f"dim 0 of {tuple(x.shape)} is not a multiple of {axis.size}"
     sent = _wire(x, axis)
     shard = sent.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    entry = _book(axis, "reduce_scatter", (axis.size - 1) / axis.size * _bytes(sent))
+    entry = book(axis, "reduce_scatter", (axis.size - 1) / axis.size * _bytes(sent))
     work = _scatter_flat(shard, sent, group=axis.group, async_op=True)
     return Pending(lambda: shard.to(x.device), work, entry=entry, keep=(sent,))
 
@@ -211,13 +154,13 @@ def start_exchange(
     operations, pending = [], []
     if x is not None and sent is not None:
         outgoing = _wire(x, axis)
-        entry = _book(axis, "send", _bytes(outgoing), sent.backward)
+        entry = book(axis, "send", _bytes(outgoing), sent.backward)
         operations.append(dist.P2POp(dist.isend, outgoing, axis.ranks[peer], axis.group, sent.tag))
         pending.append(partial(Pending, lambda: x, entry=entry, keep=(outgoing,)))
     if received is not None:
         shared = received.device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
         buffer = torch.empty(received.shape, dtype=received.dtype, device="cpu" if shared else received.device)
-        entry = _book(axis, "receive", 0, received.backward)
+        entry = book(axis, "receive", 0, received.backward)
         operations.append(dist.P2POp(dist.irecv, buffer, axis.ranks[peer], axis.group, received.tag))
         pending.append(partial(Pending, lambda: buffer.to(received.device), entry=entry))
     works = dist.batch_isend_irecv(operations)
@@ -235,7 +178,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
         return Pending(lambda: x)
     sent = _wire(x, axis)
     buffer = torch.empty_like(sent)
-    entry = _book(axis, "shift", _bytes(sent))
+    entry = book(axis, "shift", _bytes(sent))
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     operations = [dist.P2POp(dist.isend, sent, after, axis.group), dist.P2POp(dist.irecv, buffer, before, axis.group)]
     works = dist.batch_isend_irecv(operations)
@@ -251,7 +194,7 @@ def exchange_parts(x: Tensor, axis: Axis) -> Tensor:
         return x
     sent = _wire(x, axis)
     received = torch.empty_like(sent)
-    entry = _book(axis, "all_to_all", (axis.size - 1) / axis.size * _bytes(sent))
+    entry = book(axis, "all_to_all", (axis.size - 1) / axis.size * _bytes(sent))
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
     return Pending(lambda: received.to(x.device), work, entry=entry, keep=(sent,)).wait()
 

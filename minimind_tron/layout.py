@@ -87,6 +87,11 @@ class Layout:
         return torch.cat(pieces, self.cut.dim)
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The wider of float32 and a dtype: what long sums, statistics and angles are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class Storage:
     """Where parameters live, and as what.

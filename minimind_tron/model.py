@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather, gather_copies, sum_out
 from minimind_tron.config import ModelConfig
-from minimind_tron.errors import TronError
-from minimind_tron.layout import Cut, Layout, Storage, live, parameter
+from minimind_tron.layout import Cut, Layout, Storage, live, parameter, wider
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.parallel import context, overlap, ring, sequence, tensor, vocab
 from minimind_tron.parallel.attention import check_mask
@@ -23,7 +22,7 @@ from minimind_tron.parallel.context import SequenceMap
 from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear, look_up, multiply
 from minimind_tron.parallel.pipeline import Chunk, cut_layers
 from minimind_tron.parallel.schedules import placement_of
-from minimind_tron.parallel.vocab import IGNORED, check_ids, wide
+from minimind_tron.parallel.vocab import IGNORED, check_ids, check_shape, wide
 from minimind_tron.topology import PipelineConfig, StrategyConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,23 +47,9 @@ def choose_attention(sequence: SequenceMap, strategy: StrategyConfig) -> Attend:
 
     Shapes: [c, B, n, H], [c, B, k, H] twice -> [c, B, n, H]; each kv head serves n / k query heads.
     """
-    if strategy.cp_comm_type == "all_gather":
-        return partial(context.attend_gathered, sequence=sequence, regather=strategy.cp_regather)
-    return partial(context.attend_by_heads if strategy.cp_comm_type == "a2a" else ring.attend, sequence=sequence)
-
-
-def check_shape(ids_SB: Tensor, labels_SB: Tensor | None = None) -> None:
-    """Refuse what is no batch of tokens.
-
-    Raises: TronError for ids and labels that are not integers [S, B] with at least one token a sample, alike in shape.
-    """
-    for name, x in (("ids", ids_SB), ("labels", ids_SB if labels_SB is None else labels_SB)):
-        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-        if not (integers and x.dim() == 2 and x.shape[0] and x.shape == ids_SB.shape):
-            raise TronError(
-                f"{name} of {x.dtype} {tuple(x.shape)} were given, integers [S, B] with a token a sample are wanted",
-                f"change the {name}; a single sample is ids.unsqueeze(1)",
-            )
+    gathered = context.attend_regathered if strategy.cp_regather else context.attend_gathered
+    ways = {"all_gather": gathered, "a2a": context.attend_by_heads, "ring": ring.attend}
+    return partial(ways[strategy.cp_comm_type], sequence=sequence)
 
 
 class RMSNorm(nn.Module):
@@ -87,7 +72,7 @@ def rotary_angles(positions_S: Tensor, width: int, theta: float, dtype: torch.dt
 
     Shapes: positions [S] -> two of [S, 1, 1, H], both halves of H alike.
     """
-    angle_dtype = torch.promote_types(dtype, torch.float32)
+    angle_dtype = wider(dtype)
     channels = torch.arange(0, width, 2, dtype=angle_dtype, device=positions_S.device)
     angles = torch.outer(positions_S.to(angle_dtype), 1.0 / theta ** (channels / width))
     angles = torch.cat((angles, angles), -1)[:, None, None, :]

@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from minimind_tron.collectives import Entry, gather_objects, ledger
+from minimind_tron.collectives import gather_objects
 from minimind_tron.errors import TronError
 from minimind_tron.gantt import draw_html, draw_png, panel_of
 from minimind_tron.layout import live
+from minimind_tron.ledger import Entry, ledger
 from minimind_tron.mesh import Mesh
 from minimind_tron.panels import Bar, Panel, Row, look_of
 from minimind_tron.parallel.pipeline import Timed

@@ -22,7 +22,7 @@ from minimind_tron.mesh import Axis
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw
 from minimind_tron.parallel import attention, context, ring
-from minimind_tron.parallel.attention import Tile
+from minimind_tron.parallel.attention import Tile, own_tile
 from minimind_tron.parallel.context import SequenceMap, repeats
 from minimind_tron.parallel.vocab import IGNORED
 from minimind_tron.run_config import ValidateConfig
@@ -97,7 +97,7 @@ def test_tiles_are_the_keys_before_each_query_once(size: int, layout: str) -> No
         for source, theirs in enumerate(maps):
             tile = mine.tile(source, len(mine.own(positions)))
             if source == mine.axis.rank:
-                assert tile == mine.own_tile(len(mine.own(positions)))
+                assert tile == own_tile(len(mine.own(positions)))
                 assert source not in others
             else:
                 assert others.get(source) == tile

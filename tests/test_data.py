@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimind_tron.collectives import ledger
+from minimind_tron.ledger import ledger
 from minimind_tron.parallel import data
 from minimind_tron.parallel.data import buckets, sum_gradients
 from minimind_tron.step import compute_gradients

@@ -25,7 +25,7 @@ from minimind_tron.layout import Cut
 from minimind_tron.mesh import Axis
 from minimind_tron.model import choose_seams
 from minimind_tron.parallel import linear, ring
-from minimind_tron.parallel.context import SequenceMap, attend_by_heads, attend_gathered
+from minimind_tron.parallel.context import SequenceMap, attend_by_heads, attend_gathered, attend_regathered
 from minimind_tron.parallel.overlap import HiddenReduce, HiddenRegathered, HiddenScatter, Regathered
 from minimind_tron.parallel.vocab import VocabCrossEntropy, cross_entropy, look_up
 from tests.meshes import SIZES, STRATEGIES, randn, tp_mesh
@@ -60,8 +60,8 @@ ENTRIES = {
 # Attention of this rank's tokens, keys of other ranks included.
 ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, SequenceMap], Tensor]] = {
     "CausalAttention": attend_by_heads,
-    "GatheredAttention": partial(attend_gathered, regather=True),
-    "GatheredAttention, keys kept": partial(attend_gathered, regather=False),
+    "GatheredAttention": attend_gathered,
+    "RegatheredAttention": attend_regathered,
     "RingAttention": ring.attend,
 }
 
@@ -80,8 +80,7 @@ def found_functions() -> set[str]:
 
 
 def test_no_function_is_without_a_test() -> None:
-    attentions = {name.split(",")[0] for name in ATTENTIONS}
-    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | attentions | {"VocabCrossEntropy", "Multiply", "LookUp"}
+    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | ATTENTIONS.keys() | {"VocabCrossEntropy", "Multiply", "LookUp"}
 
 
 # Size 1

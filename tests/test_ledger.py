@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 import torch
 
-from minimind_tron import collectives
-from minimind_tron.collectives import Entry, all_reduce, ledger
+from minimind_tron import ledger as ledgers
+from minimind_tron.collectives import all_reduce
 from minimind_tron.config import ModelConfig
 from minimind_tron.layout import layout_of
+from minimind_tron.ledger import Entry, ledger
 from minimind_tron.parallel.data import sum_gradients
 from minimind_tron.step import compute_gradients
 from minimind_tron.topology import MeshConfig, StrategyConfig
@@ -208,7 +209,7 @@ def recorded_outside() -> int:
     with pytest.raises(RuntimeError, match="on the way"), ledger() as broken:
         raise RuntimeError("on the way")
     all_reduce(torch.ones(3), tp_mesh().tp)
-    assert collectives._ledger is None
+    assert ledgers._ledger is None
     return len(entries) + len(broken)
 
 
@@ -221,4 +222,4 @@ def test_nesting_is_refused() -> None:
     with ledger() as outer:
         with pytest.raises(AssertionError, match="open already"), ledger():
             pass
-        assert collectives._ledger is outer
+        assert ledgers._ledger is outer

@@ -19,6 +19,7 @@ ROOMS = [
     {"config_files"},
     {"mesh"},
     {"layout"},
+    {"ledger"},
     {"collectives"},
     {"parallel"},
     {"model"},

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.backends import cuda
 
 from minimind_tron.errors import TronError
+from minimind_tron.layout import wider
 
 aten = torch.ops.aten
 # Queries and keys of a block of the plain kernel: 512 x 512 scores a head are 1 MiB in float32.
@@ -46,9 +47,9 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * keys
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The wider of float32 and a dtype: what blocks are merged in, and gradients of several blocks are summed in."""
-    return torch.promote_types(dtype, torch.float32)
+def own_tile(tokens: int) -> Tile:
+    """What a rank's queries see of its own keys."""
+    return Tile(slice(0, tokens), slice(0, tokens), causal=True)
 
 
 def check_mask(mask_SB: Tensor | None, ids_SB: Tensor) -> None:
@@ -152,7 +153,7 @@ def _plain_blocks(queries: int, keys: int, causal: bool) -> list[tuple[slice, sl
 
 
 def _plain_scores(q: Tensor, k: Tensor, row: slice, column: slice, causal: bool) -> Tensor:
-    dtype = wide(q.dtype)
+    dtype = wider(q.dtype)
     scores = q[:, :, row].to(dtype) @ k[:, :, column].to(dtype).mT / q.shape[-1] ** 0.5
     if causal:
         future = torch.arange(column.start, column.stop)[None, :] > torch.arange(row.start, row.stop)[:, None]
@@ -161,7 +162,7 @@ def _plain_scores(q: Tensor, k: Tensor, row: slice, column: slice, causal: bool)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    dtype = wide(q.dtype)
+    dtype = wider(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     for row, column in _plain_blocks(q.shape[2], k.shape[2], causal):
@@ -174,7 +175,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 def _plain_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, scale = wide(q.dtype), q.shape[-1] ** -0.5
+    dtype, scale = wider(q.dtype), q.shape[-1] ** -0.5
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dout, q_, k_, v_ = (x.to(dtype) for x in (dout, q, k, v))
     delta = (dout * out.to(dtype)).sum(-1, keepdim=True)
@@ -236,7 +237,7 @@ class Attended:
             assert tile.rows == slice(0, self.q.shape[2]), "the first block is seen by every query"
             self.out, self.lse = out, lse
             return
-        self.out = self.out.to(wide(self.dtype))
+        self.out = self.out.to(wider(self.dtype))
         merge(self.out[:, :, tile.rows], self.lse[:, :, tile.rows], out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -255,7 +256,7 @@ class Gradients:
     def __init__(self, dout_SBnH: Tensor, q_SBnH: Tensor, out_SBnH: Tensor, lse: Tensor, kv_heads: int) -> None:
         self.dout, self.q, self.out = (fold(x.contiguous(), kv_heads) for x in (dout_SBnH, q_SBnH, out_SBnH))
         self.lse = lse
-        self.dq_SBnH = torch.zeros(q_SBnH.shape, dtype=wide(q_SBnH.dtype), device=q_SBnH.device)
+        self.dq_SBnH = torch.zeros(q_SBnH.shape, dtype=wider(q_SBnH.dtype), device=q_SBnH.device)
         self.dq = fold(self.dq_SBnH, kv_heads)
 
     def add(self, block: Tensor, tile: Tile, into: Tensor) -> None:
@@ -290,7 +291,7 @@ def _folded(block: Tensor, tile: Tile) -> list[Tensor]:
 
 def zeros_for(block: Tensor) -> Tensor:
     """Room for the gradients of a block's k and v, in the wider of float32 and the dtype."""
-    return torch.zeros(block.shape, dtype=wide(block.dtype), device=block.device)
+    return torch.zeros(block.shape, dtype=wider(block.dtype), device=block.device)
 
 
 class CausalAttention(Function):
@@ -298,9 +299,8 @@ class CausalAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q_SBnH: Tensor, k_SBkH: Tensor, v_SBkH: Tensor) -> Tensor:
-        attended, block, every = Attended(q_SBnH, k_SBkH.shape[2]), torch.stack((k_SBkH, v_SBkH)), slice(0, q_SBnH.shape[0])
-        ctx.tile = Tile(every, every, causal=True)
-        attended.add(block, ctx.tile)
+        attended, block = Attended(q_SBnH, k_SBkH.shape[2]), torch.stack((k_SBkH, v_SBkH))
+        attended.add(block, own_tile(q_SBnH.shape[0]))
         out_SBnH, lse = attended.result()
         ctx.save_for_backward(q_SBnH, block, out_SBnH, lse)
         return out_SBnH
@@ -309,7 +309,7 @@ class CausalAttention(Function):
     def backward(ctx: Any, dout_SBnH: Tensor) -> tuple[Tensor, ...]:
         q_SBnH, block, out_SBnH, lse = ctx.saved_tensors
         gradients, own = Gradients(dout_SBnH, q_SBnH, out_SBnH, lse, block.shape[3]), zeros_for(block)
-        gradients.add(block, ctx.tile, own)
+        gradients.add(block, own_tile(q_SBnH.shape[0]), own)
         return gradients.results(own)
 
 

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from minimind_tron.collectives import all_to_all, reduce_scatter, start_all_gather
+from minimind_tron.collectives import Pending, all_to_all, reduce_scatter, start_all_gather
 from minimind_tron.mesh import Axis
-from minimind_tron.parallel.attention import Attended, Gradients, Tile, causal, wide
+from minimind_tron.parallel.attention import Attended, Gradients, Tile, causal, own_tile, zeros_for
 from minimind_tron.topology import SequenceLayout
 
 
@@ -89,10 +89,6 @@ class SequenceMap:
             found |= zip(self.chunks_of(rank), part.chunk(self.chunks_a_rank), strict=True)
         return torch.cat([found[number] for number in sorted(found)])
 
-    def own_tile(self, tokens: int) -> Tile:
-        """What this rank's queries see of its own keys; every rank holds so many tokens."""
-        return Tile(slice(0, tokens), slice(0, tokens), causal=True)
-
     def tile(self, source: int, tokens: int) -> Tile | None:
         """What this rank's queries see of a rank's keys, None where they see nothing; every rank holds so many tokens.
 
@@ -100,7 +96,7 @@ class SequenceMap:
         """
         every, half = slice(0, tokens), tokens // 2
         if source == self.axis.rank:
-            return self.own_tile(tokens)
+            return own_tile(tokens)
         if source < self.axis.rank:
             return Tile(every, slice(0, half) if self.zigzag else every)
         return Tile(slice(half, tokens), every) if self.zigzag else None
@@ -112,49 +108,77 @@ class SequenceMap:
                 yield source, tile
 
 
-class GatheredAttention(Function):
-    """All-gather K and V; keeps this rank's own and gathers again, or keeps the gathered ones.
+def _forward(ctx: Any, q: Tensor, own: Tensor, sequence: SequenceMap) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and the gathered blocks; while these are under way, the rank computes with its own."""
+    ctx.sequence, attended = sequence, Attended(q, own.shape[3])
+    gathering = start_all_gather(own, sequence.axis)
+    attended.add(own, own_tile(q.shape[0]))
+    gathered = gathering.wait().view(sequence.axis.size, *own.shape)
+    for source, tile in sequence.other_tiles(q.shape[0]):
+        attended.add(gathered[source], tile)
+    return *attended.result(), gathered
 
-    While they are under way, the rank computes with its own.
-    """
+
+def _backward(ctx: Any, dout: Tensor, own: Tensor, gathering: Pending) -> tuple[Tensor | None, ...]:
+    """What the keys of every rank get from this rank's queries, and of that the sum for its own keys."""
+    q, _, out, lse = ctx.saved_tensors
+    sequence, axis = ctx.sequence, ctx.sequence.axis
+    gradients, into = Gradients(dout, q, out, lse, own.shape[3]), zeros_for(own.expand(axis.size, *own.shape))
+    gradients.add(own, own_tile(q.shape[0]), into[axis.rank])
+    gathered = gathering.wait().view(into.shape)
+    for source, tile in sequence.other_tiles(q.shape[0]):
+        gradients.add(gathered[source], tile, into[source])
+    return (*gradients.results(reduce_scatter(into, axis).view(own.shape)), None)
+
+
+class GatheredAttention(Function):
+    """All-gather K and V, and keep those of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceMap, regather: bool) -> Tensor:
-        axis, attended, own = sequence.axis, Attended(q, k.shape[2]), torch.stack((k, v))
-        gathering = start_all_gather(own, axis)
-        attended.add(own, sequence.own_tile(q.shape[0]))
-        gathered = gathering.wait().view(axis.size, *own.shape)
-        for source, tile in sequence.other_tiles(q.shape[0]):
-            attended.add(gathered[source], tile)
-        out, lse = attended.result()
-        ctx.sequence, ctx.regather = sequence, regather
-        ctx.save_for_backward(q, own if regather else gathered, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceMap) -> Tensor:
+        out, lse, gathered = _forward(ctx, q, torch.stack((k, v)), sequence)
+        ctx.save_for_backward(q, gathered, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kept, out, lse = ctx.saved_tensors
-        sequence, axis = ctx.sequence, ctx.sequence.axis
-        own = kept if ctx.regather else kept[axis.rank]
-        gathering = start_all_gather(own, axis) if ctx.regather else None
-        gradients = Gradients(dout, q, out, lse, own.shape[3])
-        # What the keys of every rank get from this rank's queries.
-        into = torch.zeros((axis.size, *own.shape), dtype=wide(own.dtype), device=own.device)
-        gradients.add(own, sequence.own_tile(q.shape[0]), into[axis.rank])
-        gathered = gathering.wait().view(into.shape) if gathering else kept
-        for source, tile in sequence.other_tiles(q.shape[0]):
-            gradients.add(gathered[source], tile, into[source])
-        return (*gradients.results(reduce_scatter(into, axis).view(own.shape)), None, None)
+        gathered = ctx.saved_tensors[1]
+        return _backward(ctx, dout, gathered[ctx.sequence.axis.rank], Pending(lambda: gathered))
 
 
-def attend_gathered(q_cBnH: Tensor, k_cBkH: Tensor, v_cBkH: Tensor, sequence: SequenceMap, regather: bool) -> Tensor:
-    """Causal attention of this rank's queries, K and V all-gathered.
+class RegatheredAttention(Function):
+    """All-gather K and V; keep this rank's own and gather again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceMap) -> Tensor:
+        own = torch.stack((k, v))
+        out, lse, _ = _forward(ctx, q, own, sequence)
+        ctx.save_for_backward(q, own, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        own = ctx.saved_tensors[1]
+        return _backward(ctx, dout, own, start_all_gather(own, ctx.sequence.axis))
+
+
+def attend_gathered(q_cBnH: Tensor, k_cBkH: Tensor, v_cBkH: Tensor, sequence: SequenceMap) -> Tensor:
+    """Causal attention of this rank's queries, K and V all-gathered and kept.
 
     Shapes: [c, B, n, H], [c, B, k, H] twice -> [c, B, n, H].
-    Cost: an all-gather of 2*S*B*k*H forward; backward another, if ``regather``, and a reduce-scatter of the same in float32 or
-    wider. Keeps c tokens of q, k, v and the output; without ``regather`` S tokens of k and v more.
+    Cost: an all-gather of 2*S*B*k*H forward, a reduce-scatter of the same in float32 or wider backward. Keeps c tokens of q and
+    the output, S of k and v.
     """
-    return cast(Tensor, GatheredAttention.apply(q_cBnH, k_cBkH, v_cBkH, sequence, regather))
+    return cast(Tensor, GatheredAttention.apply(q_cBnH, k_cBkH, v_cBkH, sequence))
+
+
+def attend_regathered(q_cBnH: Tensor, k_cBkH: Tensor, v_cBkH: Tensor, sequence: SequenceMap) -> Tensor:
+    """Causal attention of this rank's queries, K and V all-gathered, and again in the backward.
+
+    Shapes: [c, B, n, H], [c, B, k, H] twice -> [c, B, n, H].
+    Cost: that of ``attend_gathered``, and a second all-gather backward. Keeps c tokens of q, k, v and the output.
+    """
+    return cast(Tensor, RegatheredAttention.apply(q_cBnH, k_cBkH, v_cBkH, sequence))
 
 
 def repeats(kv_heads: int, ranks: int) -> int:

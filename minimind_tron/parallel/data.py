@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minimind_tron.collectives import sum_over
-from minimind_tron.layout import layout_of
+from minimind_tron.layout import layout_of, wider
 from minimind_tron.mesh import Axis
 
 # 64 MiB in float32: large enough that a collective's latency does not count, small beside a model.
@@ -44,7 +44,7 @@ def buckets(weights: Iterable[nn.Parameter], largest: int = BUCKET_NUMBERS) -> I
 
 def _flat(gradients: list[Tensor]) -> Tensor:
     """One buffer in the wider of float32 and the gradients' dtype: long sums are not made in bfloat16."""
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    dtype = wider(gradients[0].dtype)
     return torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
 
 

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minimind_tron.collectives import Parcel, Pending, booked_under, start_exchange, start_receive, start_send
+from minimind_tron.collectives import Parcel, Pending, start_exchange, start_receive, start_send
 from minimind_tron.config import ModelConfig
+from minimind_tron.ledger import booked_under
 from minimind_tron.mesh import Axis
 from minimind_tron.parallel.linear import WeightWork, putting_off
 from minimind_tron.parallel.messages import Compute, Exchange, Message, Program, Receive, Send, communicate, consumed, halves

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from minimind_tron.collectives import all_reduce
 from minimind_tron.errors import TronError
-from minimind_tron.layout import Cut
+from minimind_tron.layout import Cut, wider
 from minimind_tron.parallel import linear
 
 IGNORED = -100
@@ -39,6 +39,20 @@ def check_ids(ids: Tensor, labels: Tensor | None, vocab_size: int) -> None:
             raise TronError(
                 f"label {int(labels[outside][0])} is neither {IGNORED} nor inside the vocab of {vocab_size}",
                 "change --vocab-size",
+            )
+
+
+def check_shape(ids_SB: Tensor, labels_SB: Tensor | None = None) -> None:
+    """Refuse what is no batch of tokens.
+
+    Raises: TronError for ids and labels that are not integers [S, B] with at least one token a sample, alike in shape.
+    """
+    for name, x in (("ids", ids_SB), ("labels", ids_SB if labels_SB is None else labels_SB)):
+        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if not (integers and x.dim() == 2 and x.shape[0] and x.shape == ids_SB.shape):
+            raise TronError(
+                f"{name} of {x.dtype} {tuple(x.shape)} were given, integers [S, B] with a token a sample are wanted",
+                f"change the {name}; a single sample is ids.unsqueeze(1)",
             )
 
 
@@ -96,7 +110,7 @@ class VocabCrossEntropy(Function):
 
 def wide(x: Tensor) -> Tensor:
     """The tensor in the wider of float32 and its own dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wider(x.dtype))
 
 
 def cross_entropy(logits_SBv: Tensor, labels_SB: Tensor, cut: Cut, vocab_size: int) -> Tensor:
