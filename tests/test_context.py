@@ -292,15 +292,18 @@ def test_a_step_without_any_label_changes_nothing(pool: Pools, way: str) -> None
 # Copies
 
 
-def drift(config: ValidateConfig, steps: int, nudged: int | None) -> list[str]:
-    """The parameters that differ between ranks after some steps in float32; one weight is nudged on one rank, if any."""
+NUDGED = "model.layers.1.mlp.up_proj.weight"
+
+
+def drift(config: ValidateConfig, steps: int, nudged: dict[int, str]) -> list[str]:
+    """The parameters that differ between ranks after some steps in float32, a weight being nudged on each of some ranks."""
     built = build(config, torch.float32)
     adamw = build_adamw(built, config.optimizer)
     for number in range(steps):
         train_step(built, adamw, random_batch(4, 15, 61, seed=number), 2, 1.0)
-    if built.mesh.rank == nudged:
+    if built.mesh.rank in nudged:
         with torch.no_grad():
-            built.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] += 1e-6
+            built.get_parameter(nudged[built.mesh.rank]).view(-1)[0] += 1e-6
     return validate.differing_copies(built)
 
 
@@ -308,13 +311,20 @@ def drift(config: ValidateConfig, steps: int, nudged: int | None) -> list[str]:
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_stay_bit_equal(pool: Pools, way: str, sp: bool) -> None:
     config = config_of(way=way, sp=sp, kv_heads=1)
-    assert pool(config.mesh.world_size).run(drift, config, 10, None) == [[]] * config.mesh.world_size
+    assert pool(config.mesh.world_size).run(drift, config, 10, {}) == [[]] * config.mesh.world_size
 
 
 def test_a_copy_that_came_apart_over_cp_is_named(pool: Pools) -> None:
     for config, rank in ((config_of(), 1), (config_of(tp=2), 2), (config_of(tp=2), 3)):
-        found = pool(config.mesh.world_size).run(drift, config, 0, rank)
-        assert found == [["model.layers.1.mlp.up_proj.weight"]] * config.mesh.world_size
+        found = pool(config.mesh.world_size).run(drift, config, 0, {rank: NUDGED})
+        assert found == [[NUDGED]] * config.mesh.world_size
+
+
+def test_copies_that_came_apart_over_tp_and_cp_are_the_same_list_on_every_rank(pool: Pools) -> None:
+    norm = "model.layers.0.input_layernorm.weight"
+    found = pool(4).run(drift, config_of(tp=2), 0, {0: NUDGED, 3: norm})
+    assert sorted(found[0]) == [norm, NUDGED]
+    assert found == [found[0]] * 4
 
 
 def refusal(config: ValidateConfig) -> str:

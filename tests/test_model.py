@@ -105,6 +105,9 @@ def test_what_is_no_batch_of_tokens_is_refused(ids: Tensor) -> None:
     for attempt in (lambda: model.logits(ids), lambda: model(ids, ids), lambda: model(good, ids)):
         with pytest.raises(TronError, match=r"integers \[S, B\] with a token a sample are wanted"):
             attempt()
+    for labels in (good[:3], good.expand(-1, 2)):
+        with pytest.raises(TronError, match=r"labels of torch\.int64"):
+            model(good, labels)
     assert model.logits(good[:, :0]).shape == (4, 0, 37), "a batch of no sample is one"
 
 
