@@ -29,6 +29,7 @@ from minimind_tron.collectives import (
     sum_over,
 )
 from minimind_tron.layout import Cut, Layout, fill_from
+from minimind_tron.ledger import ledger
 from minimind_tron.mesh import Axis, Mesh
 from tests.meshes import SIZES, lonely, tp_mesh
 
@@ -196,7 +197,7 @@ def what_is_booked(dtype: torch.dtype) -> list[tuple[str, str, int, bool, bool]]
     """The ledger's entries of a shift and of an exchange of 8 x 3 x 2 numbers."""
     axis = tp_mesh().tp
     x = inputs(axis.size, dtype, "plain")[axis.rank]
-    with collectives.ledger() as entries:
+    with ledger() as entries:
         start_shift(x, axis).wait()
         exchange_parts(x, axis)
     return [(entry.axis, entry.kind, entry.sent_bytes, entry.backward, 0 < entry.start_s <= entry.end_s) for entry in entries]
