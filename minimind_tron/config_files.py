@@ -14,7 +14,7 @@ from minimind_tron.run_config import ValidateConfig
 
 C = TypeVar("C", bound=Config)
 # Short flags that the command line takes, too.
-ALIASES = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size", "json": "json_file"}
+ALIASES = {"tp": "tp_size", "pp": "pp_size", "cp": "cp_size", "dp": "dp_size", "json": "json_file"}
 # Keys that say the same thing.
 ALTERNATIVES = (("global_batch_size", "num_microbatches"), ("steps", "epochs"))
 # What transformers' Qwen3Config assumes for a key that a config.json leaves out.

@@ -42,13 +42,15 @@ class Axis:
 class Mesh:
     """The rank grid dp x pp x cp x tp, tp innermost: neighbours in tp are neighbours in rank, and so on one host.
 
-    ``ends`` joins the first and the last stage of a pipeline, which both hold a tied embedding; size 1 on the stages between.
+    ``data`` joins the ranks of dp and cp that hold the same parameters and see other tokens, dp outermost. ``ends`` joins the first
+    and the last stage of a pipeline, which both hold a tied embedding; size 1 on the stages between.
     """
 
     dp: Axis = Axis("dp")
     pp: Axis = Axis("pp")
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
+    data: Axis = Axis("dp x cp")
     ends: Axis = Axis("pp ends")
 
     @property
@@ -92,10 +94,25 @@ def _ends_of(rank: int, pp: Axis, lines: list[tuple[int, ...]], timeout: timedel
     return _axis_of(rank, "pp ends", [*((line[0], line[-1]) for line in lines), *alone], timeout)
 
 
+def data_lines(degrees: dict[str, int]) -> list[tuple[int, ...]]:
+    """The global ranks of every plane of dp and cp, in the order of dp first."""
+    outer, inner = rank_lines(degrees, "dp"), {line[0]: line for line in rank_lines(degrees, "cp")}
+    return [tuple(rank for start in line for rank in inner[start]) for line in outer if line[0] in inner]
+
+
+def _data_of(rank: int, axes: dict[str, Axis], degrees: dict[str, int], timeout: timedelta | None) -> Axis:
+    """The axis over dp and cp; where one of them has a single rank, the other one is it, group and all."""
+    for name, other in (("dp", "cp"), ("cp", "dp")):
+        if degrees[name] == 1:
+            return axes[other]
+    return _axis_of(rank, "dp x cp", data_lines(degrees), timeout)
+
+
 def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float | None = None) -> Mesh:
     """The mesh of a running job; ``timeout_s`` is how long a rank waits for another, torch's half an hour unless given.
 
-    Cost: one process group for every line of every axis longer than 1, and for the divisors of tp that kv heads may need.
+    Cost: one process group for every line of every axis longer than 1, for every plane of dp and cp where both are, and for the
+    divisors of tp that kv heads may need.
     Raises: TronError when the degrees do not multiply to the world size.
     """
     config.check_world(world_size)
@@ -109,4 +126,5 @@ def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float 
         share = tp.size // parts
         pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
         tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces, timeout)
-    return Mesh(**axes, ends=_ends_of(rank, axes["pp"], rank_lines(config.degrees, "pp"), timeout))
+    data = _data_of(rank, axes, config.degrees, timeout)
+    return Mesh(**axes, data=data, ends=_ends_of(rank, axes["pp"], rank_lines(config.degrees, "pp"), timeout))

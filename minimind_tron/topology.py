@@ -11,6 +11,8 @@ from minimind_tron.errors import TronError
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 SequenceLayout = Literal["contiguous", "zigzag"]
+ZeroStage = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "block", "selective"]
 
 
 class MeshConfig(Config):
@@ -22,16 +24,18 @@ class MeshConfig(Config):
     """Stages that the layers are cut into (pipeline parallelism)."""
     cp_size: Annotated[int, tyro.conf.arg(aliases=["--cp"])] = 1
     """Ranks that share every sequence (context parallelism)."""
+    dp_size: Annotated[int, tyro.conf.arg(aliases=["--dp"])] = 1
+    """Ranks that share the samples of every batch (data parallelism)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._at_least(1, "tp_size", "pp_size", "cp_size")
+        self._at_least(1, "tp_size", "pp_size", "cp_size", "dp_size")
         return self
 
     @property
     def degrees(self) -> dict[str, int]:
         """The size of every axis, outermost first."""
-        return {"dp": 1, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
+        return {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
 
     @property
     def world_size(self) -> int:
@@ -45,7 +49,7 @@ class MeshConfig(Config):
         """
         if world_size != self.world_size:
             degrees = " x ".join(f"{name} {size}" for name, size in self.degrees.items())
-            tp, rest = divmod(world_size, self.pp_size * self.cp_size)
+            tp, rest = divmod(world_size, self.dp_size * self.pp_size * self.cp_size)
             fits = not rest and (model is None or cuts(model, tp))
             raise TronError(
                 f"the launcher started {_ranks(world_size)}, but the mesh {degrees} has {self.world_size}",
@@ -70,6 +74,11 @@ class StrategyConfig(Config):
     """Which tokens a rank holds: one piece, or two from both ends for equal work; auto is zigzag, and contiguous for a2a."""
     cp_regather: bool = True
     """With --cp-comm-type all_gather: gather the keys again in the backward instead of keeping them."""
+    zero: ZeroStage = 0
+    """What is cut over the ranks of dp and cp: 1 optimizer states, 2 gradients too, 3 parameters too (ZeRO)."""
+    recompute: Recompute = "none"
+    """What a decoder block computes again in the backward instead of keeping it: all of it (block), or all but its matmuls
+    (selective)."""
 
     @property
     def sequence_layout(self) -> SequenceLayout:
@@ -192,4 +201,8 @@ def describe_switches(mesh: MeshConfig, strategy: StrategyConfig) -> str:
     found = [name.replace("_", " ") for name in names if getattr(strategy, name)]
     if mesh.cp_size > 1:
         found.append(f"context by {strategy.cp_comm_type.replace('_', '-')}, {strategy.sequence_layout}")
+    if strategy.zero:
+        found.append(f"ZeRO {strategy.zero}")
+    if strategy.recompute != "none":
+        found.append(f"recompute {strategy.recompute}")
     return ", ".join(found) or "no other switch"
