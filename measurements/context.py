@@ -19,10 +19,9 @@ from measurements.storages import Storages
 from minimind_tron import runtime
 from minimind_tron.collectives import gather_objects
 from minimind_tron.config import ModelConfig
-from minimind_tron.layout import initialise
 from minimind_tron.ledger import ledger
 from minimind_tron.mesh import Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.parallel import attention
 from minimind_tron.parallel.attention import Tile
 from minimind_tron.step import compute_gradients

@@ -22,9 +22,8 @@ from measurements.storages import Storages
 from minimind_tron import runtime
 from minimind_tron.collectives import gather_objects
 from minimind_tron.config import ModelConfig
-from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.parallel.pipeline import Timed, _Stage, plan
 from minimind_tron.parallel.schedules import NAMES, Action, Costs, simulate
 from minimind_tron.step import compute_gradients
@@ -105,7 +104,7 @@ def measure_bubbles(name: str, mesh: Mesh, microbatches: int) -> dict[str, float
     compute_gradients(model, batch, 1)
     with recording() as recorded:
         timed: list[Timed] = recorded.timed
-        compute_gradients(model, batch, 1, timed)
+        compute_gradients(model, batch, 1, timed=timed)
     schedule, _ = plan(model.pipeline, mesh.pp.size, microbatches, backward=True)
     return asdict(analyse(collect(recorded, mesh), schedule).bubbles)
 

@@ -209,11 +209,24 @@ def gather_copies(local: Tensor, axis: Axis) -> list[Tensor]:
     return list(all_gather(local.unsqueeze(0), axis).unbind(0))
 
 
-def gather_whole(local: Tensor, layout: Layout) -> Tensor:
-    """The whole, unpadded tensor that a rank's local tensor is a part of, on every rank of the cut axis.
+def gather_local(kept: Tensor, layout: Layout) -> Tensor:
+    """The local tensor of which a rank keeps what ZeRO leaves it, on every rank of that axis.
 
-    Shapes: layout.local_shape -> layout.shape. Cost: a rank sends n-1 times its local tensor.
+    Shapes: [rows, ...] -> layout.local_shape. Cost: a rank sends n-1 times the largest piece.
     """
+    if layout.shard is None:
+        return kept
+    rows = layout.shard.padded_piece(layout.local_shape[0])
+    padded = torch.cat((kept, kept.new_zeros(rows - kept.shape[0], *kept.shape[1:])))
+    return all_gather(padded, layout.shard.axis)[: layout.local_shape[0]]
+
+
+def gather_whole(kept: Tensor, layout: Layout) -> Tensor:
+    """The whole, unpadded tensor that what a rank keeps is a part of, on every rank of the axes that cut it.
+
+    Shapes: layout.local_shape, or what ZeRO leaves of it -> layout.shape. Cost: a rank sends n-1 times its local tensor.
+    """
+    local = gather_local(kept, layout)
     return layout.join(gather_copies(local, layout.cut.axis) if layout.cut else [local])
 
 

@@ -23,7 +23,7 @@ from minimind_tron.collectives import gather_named, gather_whole, sum_over
 from minimind_tron.config import ModelConfig
 from minimind_tron.config_files import read_json
 from minimind_tron.errors import TronError
-from minimind_tron.layout import INITIAL_STD, Layout, fill_from, layout_of
+from minimind_tron.layout import INITIAL_STD, Layout, layout_of
 from minimind_tron.model import Model
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def load_weights(model: Model, path: Path) -> None:
             region = given[name].read(layout.region)
             if not region.isfinite().all():
                 raise TronError(f"{name} in {path} has elements that are NaN or infinite", "change --weights")
-            fill_from(weight, layout, region)
+            model.masters.fill(name, region)
 
 
 def hugging_face_config(config: ModelConfig) -> "Qwen3Config":
@@ -225,20 +225,21 @@ def save_hugging_face(
     """Write a folder that transformers opens as Qwen3ForCausalLM: whole tensors without padding, tied ones once.
 
     Every rank calls it; rank 0 writes, and no rank returns before the folder is complete. Weights that the folder held before are
-    removed. ``dtype`` is that of the file, the model's own unless given.
+    removed. ``dtype`` is that of the file, unless given that of the masters under mixed precision and the model's own
+    otherwise.
 
     Cost: one gather of each cut tensor, and with several stages one broadcast of each, one after the other, and an all-reduce of
     one number; rank 0 (every stage, where there are several) holds one shard at a time.
     Raises: TronError, before anything is written, for a folder that is a file, a size that is none and an id outside the vocab.
     """
-    dtype = dtype or model.storage.dtype
+    weights = model.masters.values()
+    dtype = dtype or next(iter(weights.values()))[0].dtype
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     for name, token in ids.items():
         if token is not None and not 0 <= token < model.config.vocab_size:
             raise TronError(f"{name}={token} is outside of vocab_size={model.config.vocab_size}", "change the tokenizer")
     if folder.exists() and not folder.is_dir():
         raise TronError(f"{folder} is a file, a folder is wanted", "choose another folder")
-    weights = dict(model.named_parameters())
     dense = Model(model.config, device="meta")
     plan = _plan_shards({name: layout_of(weight) for name, weight in dense.named_parameters()}, dtype, max_shard_size)
     mesh = model.mesh
@@ -248,7 +249,7 @@ def save_hugging_face(
     for file, names in plan.filename_to_tensors.items():
         shard: dict[str, Tensor] = {}
         for name in names:
-            mine = {name: gather_whole(weights[name].detach(), layout_of(weights[name]))} if name in weights else {}
+            mine = {name: gather_whole(*weights[name])} if name in weights else {}
             whole = gather_named(mine, mesh.pp)[name]
             if writes:
                 shard[name] = whole.to("cpu", dtype).contiguous()

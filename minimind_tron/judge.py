@@ -199,7 +199,8 @@ def _plain(value: Any) -> Any:
 class Judge:
     """Compares a parallel run with the oracle, and with it the runs that show how far rounding alone goes.
 
-    ``dense`` is a dense run in the dtype of the parallel one. ``shifted``, where given, is the oracle with shifted gradients; it
+    ``dense`` is a dense run in the dtype of the parallel one, ``kept_as`` the dtype of its parameters where that is another.
+    ``shifted``, where given, is the oracle with shifted gradients; it
     counts for what comes after AdamW. ``moved``, where given, is the oracle with moved weights; it loosens the exact rule.
     """
 
@@ -213,11 +214,13 @@ class Judge:
         rtol: float | None = None,
         shifted: Run | None = None,
         moved: Run | None = None,
+        kept_as: torch.dtype | None = None,
     ) -> None:
         dense = moved or dense
         self.oracle, self.parallel, self.dense = oracle, parallel, dense
         self.trained = [dense] if shifted is None else [dense, shifted]
-        self.eps, self.atol, self.rtol = torch.finfo(dtype).eps, atol, rtol
+        self.atol, self.rtol = atol, rtol
+        self.eps, self.parameter_eps = torch.finfo(dtype).eps, torch.finfo(kept_as or dtype).eps
         self.findings: list[Finding] = []
         self.rule: Rule = "exact" if dtype == torch.float64 else "noise floor"
         if atol is not None or rtol is not None:
@@ -231,7 +234,8 @@ class Judge:
             limit = (self.atol or 0.0) + (self.rtol or 0.0) * size
             ratio, passed = None, largest <= limit
         else:
-            limit, ratio = RATIO_LIMITS[kind], error / max(floor, self.eps)
+            least = self.parameter_eps if kind in ("parameter", "parameters") else self.eps
+            limit, ratio = RATIO_LIMITS[kind], error / max(floor, least)
             passed = ratio <= limit
         shown = None if self.rule == "exact" and not floor else floor
         self.findings.append(Finding(kind, name, mean, largest, error, shown, ratio, limit, passed))

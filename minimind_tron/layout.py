@@ -45,21 +45,34 @@ class Layout:
     """What a parameter is to the whole tensor it belongs to.
 
     ``shape`` is the logical shape without padding. ``partial`` are the axes whose ranks share the weight but each did only a
-    part of the work with it, so that gradients must be summed over them.
+    part of the work with it, so that gradients must be summed over them. ``shard`` cuts dim 0 of the local tensor once more, into
+    pieces that are not padded and may be empty: what ZeRO leaves of it on a rank.
     """
 
     shape: tuple[int, ...]
     fill: Fill = "normal"
     cut: Cut | None = None
     partial: tuple[Axis, ...] = ()
+    shard: Cut | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's tensor, padding included."""
+        """Shape of this rank's tensor before ZeRO cuts it, padding included."""
         shape = list(self.shape)
         if self.cut:
             shape[self.cut.dim] = self.cut.padded_piece(shape[self.cut.dim])
         return tuple(shape)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Begin and end, in dim 0 of the local tensor, of what this rank keeps of it."""
+        whole = self.local_shape[0]
+        return self.shard.rows(whole, self.shard.piece) if self.shard else (0, whole)
+
+    def kept(self, local: Tensor) -> Tensor:
+        """What this rank keeps of its local tensor, as a view."""
+        begin, end = self.rows
+        return local.narrow(0, begin, end - begin)
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -69,11 +82,13 @@ class Layout:
             region[self.cut.dim] = slice(*self.cut.rows(self.shape[self.cut.dim], self.cut.piece))
         return tuple(region)
 
-    def unpadded(self, local: Tensor) -> Tensor:
-        """The real elements of this rank's tensor, as a view."""
+    def unpadded(self, kept: Tensor) -> Tensor:
+        """The real elements of what this rank keeps, as a view."""
+        begin, end = self.rows
         for dim, part in enumerate(self.region):
-            local = local.narrow(dim, 0, part.stop - part.start)
-        return local
+            real = part.stop - part.start
+            kept = kept.narrow(dim, 0, max(0, min(real, end) - begin) if dim == 0 else real)
+        return kept
 
     def join(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the tensors of all ranks of the cut axis, in coordinate order; copies beyond the first unused."""
@@ -96,12 +111,14 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 class Storage:
     """Where parameters live, and as what.
 
-    ``sequence_axes`` are the axes whose ranks each hold every parameter and see other tokens, so that all gradients are parts.
+    ``data_axes`` are the axes whose ranks each hold every parameter and see other tokens, so that all gradients are parts. With
+    ``passing``, parameters take memory only while they are used: whoever stores them elsewhere makes room and frees it.
     """
 
     dtype: torch.dtype
     device: torch.device
-    sequence_axes: tuple[Axis, ...] = ()
+    data_axes: tuple[Axis, ...] = ()
+    passing: bool = False
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """A tensor of zeros, stored so."""
@@ -117,8 +134,20 @@ class LaidOut(nn.Parameter):
 def parameter(layout: Layout, storage: Storage) -> LaidOut:
     """A parameter born with its layout; its values are undefined until it is filled."""
     born = LaidOut(torch.empty(layout.local_shape, dtype=storage.dtype, device=storage.device))
-    born.whole = replace(layout, partial=layout.partial + storage.sequence_axes)
+    born.whole = replace(layout, partial=layout.partial + storage.data_axes)
+    if storage.passing:
+        free(born)
     return born
+
+
+def free(x: Tensor) -> None:
+    """Give a tensor's memory back; its shape stays, and so do its places in graphs, which find it filled again when they ask."""
+    x.untyped_storage().resize_(0)
+
+
+def make_room(x: Tensor) -> None:
+    """Give a freed tensor memory again; its values are undefined."""
+    x.untyped_storage().resize_(x.numel() * x.element_size())
 
 
 def layout_of(weight: Tensor) -> Layout:
@@ -157,10 +186,3 @@ def fill_from(local: Tensor, layout: Layout, whole_region: Tensor) -> None:
     """
     local.zero_()
     layout.unpadded(local).copy_(whole_region)
-
-
-def initialise(module: nn.Module, seed: int, spread: float = 0.0) -> None:
-    """Fill every parameter by its name and the seed: the same weights on every mesh."""
-    for name, weight in module.named_parameters():
-        layout = layout_of(weight)
-        fill_from(weight, layout, draw(name, layout, seed, spread)[layout.region])

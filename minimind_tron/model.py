@@ -6,7 +6,9 @@ are those Hugging Face uses for Qwen3.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +16,25 @@ from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather, gather_copies, sum_out
 from minimind_tron.config import ModelConfig
-from minimind_tron.layout import Cut, Layout, Storage, live, parameter, wider
+from minimind_tron.dropout import Noise, Tokens, drop
+from minimind_tron.errors import TronError
+from minimind_tron.layers import Attend, Block, RMSNorm, rotary_angles
+from minimind_tron.layout import Cut, LaidOut, Storage, draw, layout_of, live
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.parallel import context, overlap, ring, sequence, tensor, vocab
 from minimind_tron.parallel.attention import check_mask
 from minimind_tron.parallel.context import SequenceMap
-from minimind_tron.parallel.linear import ColumnLinear, Linear, RowLinear, Seams, WholeLinear, look_up, multiply
+from minimind_tron.parallel.linear import ColumnLinear, Linear, Seams, WholeLinear, look_up, multiply
 from minimind_tron.parallel.pipeline import Chunk, cut_layers
 from minimind_tron.parallel.schedules import placement_of
+from minimind_tron.parallel.segments import AnyVisit, Segment, Visit, VisitAgain, VisitKept
 from minimind_tron.parallel.vocab import IGNORED, check_ids, check_shape, wide
-from minimind_tron.topology import PipelineConfig, StrategyConfig
+from minimind_tron.parallel.zero import STAGES
+from minimind_tron.run_config import RunConfig
+from minimind_tron.topology import PipelineConfig, Recompute, StrategyConfig
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# What a block keeps of a microbatch until its backward.
+VISITS: dict[Recompute, type[AnyVisit]] = {"none": Visit, "block": VisitAgain, "selective": VisitKept}
 
 
 def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:
@@ -34,12 +43,12 @@ def choose_seams(mesh: Mesh, strategy: StrategyConfig) -> Seams:
     enter: Callable[..., tuple[Tensor, ...]]
     if not strategy.sequence_parallel:
         enter = overlap.columns_hidden if hidden else tensor.columns
-        return Seams(tp, enter, tensor.leave, tensor.own, tensor.total, (), 1)
+        return Seams(tp, enter, tensor.leave, tensor.rows, tensor.own, tensor.total, (), 1)
     if strategy.sp_recompute:
         enter = overlap.sequence_columns_hidden_regathered if hidden else overlap.sequence_columns_regathered
     else:
         enter = overlap.sequence_columns_hidden if hidden else sequence.columns
-    return Seams(tp, enter, sequence.leave, sequence.own, sequence.total, live(tp), tp.size)
+    return Seams(tp, enter, sequence.leave, sequence.rows, sequence.own, sequence.total, live(tp), tp.size)
 
 
 def choose_attention(sequence: SequenceMap, strategy: StrategyConfig) -> Attend:
@@ -50,97 +59,6 @@ def choose_attention(sequence: SequenceMap, strategy: StrategyConfig) -> Attend:
     gathered = context.attend_regathered if strategy.cp_regather else context.attend_gathered
     ways = {"all_gather": gathered, "a2a": context.attend_by_heads, "ring": ring.attend}
     return partial(ways[strategy.cp_comm_type], sequence=sequence)
-
-
-class RMSNorm(nn.Module):
-    """x / root mean square of x, times a weight; the division runs in the wider of float32 and x's dtype.
-
-    ``parts`` are the axes whose ranks normalise different tokens or heads with this weight.
-    """
-
-    def __init__(self, size: int, eps: float, parts: tuple[Axis, ...], storage: Storage) -> None:
-        super().__init__()
-        self.weight = parameter(Layout((size,), "ones", partial=parts), storage)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
-
-
-def rotary_angles(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and channel pair; angles in the wider of float32 and the dtype.
-
-    Shapes: positions [S] -> two of [S, 1, 1, H], both halves of H alike.
-    """
-    angle_dtype = wider(dtype)
-    channels = torch.arange(0, width, 2, dtype=angle_dtype, device=positions_S.device)
-    angles = torch.outer(positions_S.to(angle_dtype), 1.0 / theta ** (channels / width))
-    angles = torch.cat((angles, angles), -1)[:, None, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_SBnH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the channel pairs (i, i + H/2) by the angles of their positions."""
-    first, second = x_SBnH.chunk(2, -1)
-    return x_SBnH * cos + torch.cat((-second, first), -1) * sin
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with per-head q/k norms before rotary positions; heads are cut over tp, tokens over cp."""
-
-    def __init__(self, config: ModelConfig, seams: Seams, attend: Attend, storage: Storage) -> None:
-        super().__init__()
-        D, H, axis = config.hidden_size, config.head_width, seams.axis
-        column = partial(ColumnLinear, bias=config.attention_bias, storage=storage)
-        row = partial(RowLinear, bias=config.attention_bias, storage=storage)
-        kv_parts = tensor.kv_parts(config, axis)
-        self.q_proj = column(D, config.num_attention_heads * H, axis)
-        self.k_proj = column(D, config.num_key_value_heads * H, axis, parts=kv_parts)
-        self.v_proj = column(D, config.num_key_value_heads * H, axis, parts=kv_parts)
-        self.o_proj = row(config.num_attention_heads * H, D, axis, outside=seams.outside)
-        # Each rank normalises its own heads only, so these gradients are parts under TP as well as under SP.
-        self.q_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
-        self.k_norm = RMSNorm(H, config.rms_norm_eps, live(axis), storage)
-        self.seams, self.attend, self.head_width = seams, attend, H
-
-    def forward(self, x_sBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        projected = self.seams.columns(x_sBD, (self.q_proj, self.k_proj, self.v_proj), self.seams.axis)
-        q_cBnH, k_cBkH, v_cBkH = (y.unflatten(-1, (-1, self.head_width)) for y in projected)
-        q_cBnH = rotate(self.q_norm(q_cBnH), cos, sin)
-        k_cBkH = rotate(self.k_norm(k_cBkH), cos, sin)
-        return self.seams.row(self.attend(q_cBnH, k_cBkH, v_cBkH).flatten(-2), self.o_proj)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU; its width is cut over tp."""
-
-    def __init__(self, config: ModelConfig, seams: Seams, storage: Storage) -> None:
-        super().__init__()
-        D, width, axis = config.hidden_size, config.ffn_size, seams.axis
-        self.gate_proj = ColumnLinear(D, width, axis, storage=storage)
-        self.up_proj = ColumnLinear(D, width, axis, storage=storage)
-        self.down_proj = RowLinear(width, D, axis, outside=seams.outside, storage=storage)
-        self.seams = seams
-
-    def forward(self, x_sBD: Tensor) -> Tensor:
-        gate_cBf, up_cBf = self.seams.columns(x_sBD, (self.gate_proj, self.up_proj), self.seams.axis)
-        return self.seams.row(F.silu(gate_cBf) * up_cBf, self.down_proj)
-
-
-class Block(nn.Module):
-    """A decoder block: attention and feed-forward, each behind a norm and beside a residual."""
-
-    def __init__(self, config: ModelConfig, seams: Seams, attend: Attend, storage: Storage) -> None:
-        super().__init__()
-        D, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(D, eps, seams.outside, storage)
-        self.self_attn = Attention(config, seams, attend, storage)
-        self.post_attention_layernorm = RMSNorm(D, eps, seams.outside, storage)
-        self.mlp = FeedForward(config, seams, storage)
-
-    def forward(self, x_sBD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_sBD = x_sBD + self.self_attn(self.input_layernorm(x_sBD), cos, sin)
-        return x_sBD + self.mlp(self.post_attention_layernorm(x_sBD))
 
 
 class WholeVocab:
@@ -215,8 +133,41 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, seams.outside, storage) if last else None
 
 
+def _weights(module: nn.Module) -> list[LaidOut]:
+    return cast(list[LaidOut], list(module.parameters()))
+
+
+class Piece(NamedTuple):
+    """A microbatch: ids and labels [S, B], and the number its first sample has in the global batch."""
+
+    ids_SB: Tensor
+    labels_SB: Tensor
+    first: int = 0
+
+
+# What is made of the final hidden states [s, B, D] and the labels [S, B].
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class View:
+    """What this rank needs to know of a microbatch: ids, rotary angles, whose elements may be dropped, what is made at the end."""
+
+    piece: Piece
+    ids_cB: Tensor
+    cos: Tensor
+    sin: Tensor
+    tokens: Tokens
+    noise: Noise | None
+    finish: Finish
+
+
 class Model(nn.Module):
-    """MiniMind on a mesh, as far as this rank holds it; values are undefined until ``initialise`` or ``interop`` fills them."""
+    """MiniMind on a mesh, as far as this rank holds it; values are undefined until ``initialise`` or ``interop`` fills them.
+
+    ``dtype`` is that of weights, activations and messages; with a ``master_dtype`` the optimizer updates masters of that dtype,
+    kept beside the weights (mixed precision).
+    """
 
     def __init__(
         self,
@@ -226,11 +177,12 @@ class Model(nn.Module):
         pipeline: PipelineConfig | None = None,
         *,
         dtype: torch.dtype = torch.float32,
+        master_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.strategy = config, mesh or Mesh(), strategy or StrategyConfig()
-        storage = Storage(dtype, torch.device(device), live(self.mesh.cp))
+        self.storage = Storage(dtype, torch.device(device), live(self.mesh.data), passing=self.strategy.zero == 3)
         self.pipeline = pipeline or PipelineConfig()
         self.seams = choose_seams(self.mesh, self.strategy)
         self.sequence = SequenceMap(self.mesh.cp, self.strategy.sequence_layout)
@@ -244,10 +196,13 @@ class Model(nn.Module):
         # On two stages, each copy of a tied matrix gets one half of its gradient: as a table on the first, as the head on the last.
         tied = live(self.mesh.ends) if config.tie_word_embeddings and first != last else ()
         holds_table = first or (last and config.tie_word_embeddings)
-        embedding = self.vocab.linear(config, storage, tied) if holds_table else None
-        self.model = Decoder(config, self.seams, attend, list(self.chunks.values()), embedding, storage)
-        self.lm_head = self.vocab.linear(config, storage) if last and not config.tie_word_embeddings else None
-        self.storage = storage
+        embedding = self.vocab.linear(config, self.storage, tied) if holds_table else None
+        self.model = Decoder(config, self.seams, attend, list(self.chunks.values()), embedding, self.storage)
+        self.lm_head = self.vocab.linear(config, self.storage) if last and not config.tie_word_embeddings else None
+        self.segments = {number: self._segments_of(chunk) for number, chunk in self.chunks.items()}
+        named = {name: cast(LaidOut, weight) for name, weight in self.named_parameters()}
+        every = [segment for segments in self.segments.values() for segment in segments]
+        self.masters = STAGES[self.strategy.zero](named, every, self.mesh.data, master_dtype)
 
     @property
     def head(self) -> Linear:
@@ -258,6 +213,45 @@ class Model(nn.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "the last chunk is on another stage"
         return head
+
+    def _segments_of(self, chunk: Chunk) -> list[Segment]:
+        """A chunk's parts, in the order of the forward; see ``segments.py``."""
+        found = []
+        if chunk.first:
+            assert self.model.embed_tokens is not None
+            found.append(Segment("embedding", _weights(self.model.embed_tokens), self._embed, Visit))
+        for number in chunk.layers:
+            block = self.model.layers[str(number)]
+            run = partial(self._block, number)
+            found.append(Segment(f"block {number}", _weights(block), run, VISITS[self.strategy.recompute]))
+        if chunk.last:
+            assert self.model.norm is not None
+            weights = _weights(self.model.norm) + _weights(self.head)
+            found.append(Segment("head", weights, self._finish, Visit))
+        return found
+
+    def _embed(self, _: Tensor | None, view: View) -> Tensor:
+        assert self.model.embed_tokens is not None
+        x_sBD = self.vocab.embed(view.ids_cB, self.model.embed_tokens)
+        return drop(x_sBD, view.noise, view.tokens, 0, "embedding")
+
+    def _block(self, number: int, x_sBD: Tensor | None, view: View) -> Tensor:
+        drops = partial(drop, noise=view.noise, tokens=view.tokens, layer=number, place="attention")
+        return self.model.layers[str(number)](x_sBD, view.cos, view.sin, drops)
+
+    def _finish(self, x_sBD: Tensor | None, view: View) -> Tensor:
+        assert self.model.norm is not None
+        return view.finish(self.model.norm(x_sBD), view.piece.labels_SB)
+
+    def view(self, piece: Piece, finish: Finish, noise: Noise | None = None) -> View:
+        """What this rank needs to know of a microbatch; with noise, elements are dropped."""
+        ids_cB = self.own(piece.ids_SB, 0)
+        # A token's position is the one in the whole sample, wherever the token is.
+        positions_c = self.sequence.own(torch.arange(self.sequence.axis.size * ids_cB.shape[0], device=ids_cB.device))
+        cos, sin = rotary_angles(positions_c, self.config.head_width, self.config.rope_theta, self.storage.dtype)
+        positions_s = self.seams.own(positions_c, self.seams.axis)
+        tokens = Tokens(positions_s.tolist(), range(piece.first, piece.first + ids_cB.shape[1])) if noise else NOWHERE
+        return View(piece, ids_cB, cos, sin, tokens, noise, finish)
 
     def padded(self, x_SB: Tensor, value: int) -> Tensor:
         """Pad the sequence to what CP and SP can cut: at its end, where causal attention keeps it from every real token."""
@@ -272,26 +266,6 @@ class Model(nn.Module):
         """The shape [s, B, D] of the hidden states between chunks."""
         whole = self.padded(ids_SB, 0).shape[0]
         return whole // (self.sequence.axis.size * self.seams.multiple), ids_SB.shape[1], self.config.hidden_size
-
-    def run_chunk(self, number: int, x_sBD: Tensor | None, ids_SB: Tensor) -> Tensor:
-        """The hidden states after a chunk that this rank holds, normalised after the last one.
-
-        Shapes: [s, B, D], None for the first chunk, and ids [S, B] -> [s, B, D].
-        """
-        chunk, ids_cB = self.chunks[number], self.own(ids_SB, 0)
-        # A token's position is the one in the whole sample, wherever the token is.
-        positions_c = self.sequence.own(torch.arange(self.sequence.axis.size * ids_cB.shape[0], device=ids_SB.device))
-        cos, sin = rotary_angles(positions_c, self.config.head_width, self.config.rope_theta, self.storage.dtype)
-        if chunk.first:
-            assert self.model.embed_tokens is not None
-            x_sBD = self.vocab.embed(ids_cB, self.model.embed_tokens)
-        for layer in chunk.layers:
-            x_sBD = self.model.layers[str(layer)](x_sBD, cos, sin)
-        if chunk.last:
-            assert self.model.norm is not None
-            x_sBD = self.model.norm(x_sBD)
-        assert x_sBD is not None, f"chunk {number} was given nothing"
-        return x_sBD
 
     def loss(self, x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
         """The sum of cross entropy over this rank's valid labels over cp, from the last chunk's hidden states; added up over cp,
@@ -309,27 +283,35 @@ class Model(nn.Module):
         logits_cBV = self.vocab.logits(x_sBD, self.head)
         return self.sequence.join(gather_copies(logits_cBV, self.sequence.axis))[:seq_len]
 
-    def _through(self, ids_SB: Tensor) -> Tensor:
+    def _through(self, piece: Piece, finish: Finish) -> Tensor:
         assert self.mesh.pp.size == 1, "one stage has not the whole model; step.py runs pipelines"
-        x_sBD = None
-        for number in self.chunks:
-            x_sBD = self.run_chunk(number, x_sBD, ids_SB)
-        assert x_sBD is not None
-        return x_sBD
+        x, view = None, self.view(piece, finish)
+        segments = [segment for number in self.chunks for segment in self.segments[number]]
+        for segment, then in zip(segments, [*segments[1:], None], strict=True):
+            with self.masters.use(segment, then):
+                x = segment.run(x, view)
+        assert x is not None
+        return x
 
     def forward(self, ids_SB: Tensor, labels_SB: Tensor, mask_SB: Tensor | None = None) -> Tensor:
-        """The sum of cross entropy over the valid labels of a batch, the same on every rank; one stage holds the whole model.
+        """The sum of cross entropy over the valid labels of a batch, the same on every rank of tp and cp, in one graph; one stage
+        holds the whole model.
 
         Shapes: ids and labels (shifted already, -100 counts nowhere) [S, B], mask likewise (True: a token that may be seen) ->
         scalar, in the wider of float32 and the dtype.
         Raises: TronError for ids of another shape or without a token, for an id or a label outside of the vocab (on a GPU: whoever
-        moves the batch there checks it), and for a mask that is more than padding at the end.
+        moves the batch there checks it), for a mask that is more than padding at the end, and under ZeRO 3 where there will be a
+        backward: it would find the weights freed.
         """
         check_shape(ids_SB, labels_SB)
         check_mask(mask_SB, ids_SB)
         if not ids_SB.is_cuda:
             check_ids(ids_SB, labels_SB, self.config.vocab_size)
-        return sum_out(self.loss(self._through(ids_SB), labels_SB), self.sequence.axis)
+        if self.storage.passing and torch.is_grad_enabled():
+            raise TronError(
+                "a graph over all of the model was asked for under zero=3", "use step.compute_gradients, or torch.no_grad"
+            )
+        return sum_out(self._through(Piece(ids_SB, labels_SB), self.loss), self.sequence.axis)
 
     @torch.no_grad()
     def logits(self, ids_SB: Tensor, mask_SB: Tensor | None = None) -> Tensor:
@@ -340,4 +322,25 @@ class Model(nn.Module):
         check_shape(ids_SB)
         check_mask(mask_SB, ids_SB)
         check_ids(ids_SB, None, self.config.vocab_size)
-        return self.whole_logits(self._through(ids_SB), ids_SB.shape[0])
+        return self._through(Piece(ids_SB, ids_SB), lambda x_sBD, _: self.whole_logits(x_sBD, ids_SB.shape[0]))
+
+
+# Without noise nobody asks which tokens are masked.
+NOWHERE = Tokens((), ())
+
+
+def initialise(model: Model, seed: int, spread: float = 0.0) -> None:
+    """Fill every parameter by its name and the seed: the same weights on every mesh.
+
+    Cost: each whole tensor is drawn on every rank, one at a time; nothing is sent.
+    """
+    for name, weight in model.named_parameters():
+        layout = layout_of(weight)
+        model.masters.fill(name, draw(name, layout, seed, spread)[layout.region])
+
+
+def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Model:
+    """The model of a run, not filled yet."""
+    master_dtype = getattr(torch, config.master_dtype) if config.master_dtype else None
+    dtype = getattr(torch, config.compute_dtype)
+    return Model(config.model, mesh, config.strategy, config.pipeline, dtype=dtype, master_dtype=master_dtype, device=device)

@@ -10,6 +10,7 @@ from minimind_tron.collectives import sum_over
 from minimind_tron.config import OptimizerConfig
 from minimind_tron.layout import Layout, layout_of
 from minimind_tron.mesh import Mesh
+from minimind_tron.model import Model
 
 
 def decays(layout: Layout) -> bool:
@@ -17,12 +18,12 @@ def decays(layout: Layout) -> bool:
     return len(layout.shape) >= 2
 
 
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's AdamW over a model's local tensors; tied weights are one parameter.
+def build_adamw(model: Model, config: OptimizerConfig) -> torch.optim.AdamW:
+    """torch's AdamW over a model's masters, so both moments are in their dtype; tied weights are one parameter.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
-    weights = list(model.parameters())
+    weights = model.masters.parameters()
     groups = [
         {"params": [w for w in weights if decays(layout_of(w))], "weight_decay": config.weight_decay},
         {"params": [w for w in weights if not decays(layout_of(w))], "weight_decay": 0.0},
@@ -50,7 +51,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def counts_here(layout: Layout, mesh: Mesh) -> bool:
     """Whether this rank is the one whose copy of a tensor counts, among the ranks that hold the same piece.
 
-    Those are ranks of tp, the ranks of cp, and the other end of the pipeline where both hold a tied matrix.
+    Those are ranks of tp, the ranks of dp and cp unless ZeRO cuts the tensor, and the other end of the pipeline where both hold a
+    tied matrix.
     """
     sharers = layout.cut.axis.sharing(layout.cut.parts) if layout.cut else mesh.tp
     return sharers.rank == 0 and all(axis.rank == 0 for axis in layout.partial)
@@ -60,7 +62,7 @@ def counts_here(layout: Layout, mesh: Mesh) -> bool:
 def global_norm(weights: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The L2 norm of the whole gradient: every logical element once, whatever is replicated, tied, padded or missing.
 
-    Shapes: float64 scalar, bit-equal on every rank. Cost: one all-reduce of one number over each of tp, cp and pp.
+    Shapes: float64 scalar, bit-equal on every rank. Cost: one all-reduce of one number over each of tp, dp x cp and pp.
     """
     weights = list(weights)
     square = torch.zeros((), dtype=torch.float64, device=weights[0].device)
@@ -68,11 +70,11 @@ def global_norm(weights: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
         layout = layout_of(weight)
         if weight.grad is not None and counts_here(layout, mesh):
             square += layout.unpadded(weight.grad).double().square().sum()
-    return sum_over(square, (mesh.tp, mesh.cp, mesh.pp)).sqrt()
+    return sum_over(square, (mesh.tp, mesh.data, mesh.pp)).sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(weights: Iterable[nn.Parameter], norm: Tensor, clip_norm: float) -> None:
+def clip_gradients(weights: Iterable[nn.Parameter], norm: Tensor | float, clip_norm: float) -> None:
     """Scale all gradients so that their global norm is at most ``clip_norm``; 0 leaves them alone."""
     if clip_norm and norm > clip_norm:
         scale = clip_norm / float(norm)

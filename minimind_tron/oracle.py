@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimind_tron.config import ModelConfig, OptimizerConfig
+from minimind_tron.dropout import Noise, Place, Tokens, keep_mask
 from minimind_tron.interop import hugging_face_config
+from minimind_tron.layout import wider
 from minimind_tron.parallel.vocab import IGNORED, wide
 from minimind_tron.tokens import Batch
 
@@ -95,23 +97,53 @@ def load_qwen3(model: Any, path: Path) -> None:
 
 
 class DenseSubject:
-    """transformers' model under torch's AdamW: one process, autograd, no code of the parallel side.
+    """transformers' model under torch's AdamW: one process, autograd, no code of the parallel side but the bits of dropout.
 
-    The global batch goes through in microbatches, each divided by the global number of valid labels. ``shifts`` are added to
-    every element of the named gradients before each update: what rounding may do to them, to see what AdamW makes of it.
+    The global batch goes through in microbatches, each divided by the global number of valid labels, and their gradients are added
+    up in float32 or wider. Updates are made so as well: on ``masters``, which are kept beside the weights, or else read from the
+    weights before each update and rounded into them after it. ``shifts`` are added to every element of the named gradients before
+    each update: what rounding may do to them, to see what AdamW makes of it.
     """
 
     def __init__(
-        self, model: Any, optimizer: OptimizerConfig, micro_batch_size: int, shifts: dict[str, float] | None = None
+        self,
+        model: Any,
+        optimizer: OptimizerConfig,
+        micro_batch_size: int,
+        shifts: dict[str, float] | None = None,
+        masters: dict[str, Tensor] | None = None,
+        dropout: tuple[float, int] = (0.0, 0),
     ) -> None:
         self.shifts = shifts or {}
         self.model, self.micro_batch_size, self.clip_norm = model, micro_batch_size, optimizer.clip_norm
         self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
-        decayed = {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": optimizer.weight_decay}
-        others = {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0}
+        self.mixed = masters is not None
+        enough = all(w.dtype == wider(w.dtype) for w in self.weights.values())
+        source = {name: w.detach() for name, w in self.weights.items()} if masters is None else masters
+        # wide() copies nothing where there is nothing to widen, and then master and weight are one tensor.
+        self.masters = self.weights if enough else {name: nn.Parameter(wide(source[name])) for name in self.weights}
+        decayed = {"params": [w for w in self.masters.values() if w.dim() >= 2], "weight_decay": optimizer.weight_decay}
+        others = {"params": [w for w in self.masters.values() if w.dim() < 2], "weight_decay": 0.0}
         self.adamw = torch.optim.AdamW(
             [decayed, others], lr=optimizer.learning_rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps
         )
+        self.dropout, self.steps_made = dropout, 0
+        # While a microbatch is trained on: what is dropped, and which samples it has.
+        self.dropping: tuple[Noise, Tokens] | None = None
+        if dropout[0]:
+            self._drop_after(model.model.embed_tokens, 0, "embedding")
+            for number, layer in enumerate(model.model.layers):
+                self._drop_after(layer.self_attn.o_proj, number, "attention")
+
+    def _drop_after(self, module: nn.Module, layer: int, place: Place) -> None:
+        def dropped(_: Any, __: Any, x_BSD: Tensor) -> Tensor:
+            if self.dropping is None:
+                return x_BSD
+            noise, tokens = self.dropping
+            keep_SBD = keep_mask(noise, tokens, layer, place, x_BSD.shape[-1]).to(x_BSD)
+            return x_BSD * keep_SBD.transpose(0, 1) / (1 - noise.rate)
+
+        module.register_forward_hook(dropped)
 
     def _logits(self, ids_BS: Tensor) -> Tensor:
         device = next(iter(self.weights.values())).device
@@ -121,7 +153,11 @@ class DenseSubject:
         """The share of every microbatch in the mean loss."""
         valid = int((batch.labels_BS != IGNORED).sum())
         size = self.micro_batch_size
-        for ids_BS, labels_BS in zip(batch.ids_BS.split(size), batch.labels_BS.split(size), strict=True):
+        pairs = zip(batch.ids_BS.split(size), batch.labels_BS.split(size), strict=True)
+        for first, (ids_BS, labels_BS) in zip(range(0, len(batch.ids_BS), size), pairs, strict=True):
+            if self.dropping:
+                tokens = Tokens(range(ids_BS.shape[1]), range(first, first + len(ids_BS)))
+                self.dropping = self.dropping[0], tokens
             logits = wide(self._logits(ids_BS)).flatten(0, 1)
             labels = labels_BS.to(logits.device).flatten()
             yield F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / valid
@@ -136,31 +172,43 @@ class DenseSubject:
         """The mean loss of a batch."""
         return sum(float(share) for share in self._shares(batch))
 
-    def _backward(self, batch: Batch) -> Tensor:
+    def _backward(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
+        """The gradient of every parameter, and the norm of all."""
         self.model.zero_grad()
+        sums: dict[str, Tensor] = {}
+        rate, seed = self.dropout
+        self.dropping = (Noise(rate, seed, self.steps_made), Tokens((), ())) if rate else None
         for share in self._shares(batch):
             share.backward()
-        squares = [w.grad.double().square().sum() for w in self.weights.values() if w.grad is not None]
-        return torch.stack(squares).sum().sqrt()
+            for name, w in self.weights.items():
+                if w.grad is not None:
+                    sums[name] = sums[name] + w.grad if name in sums else wide(w.grad)
+                    w.grad = None
+        self.dropping = None
+        squares = [gradient.double().square().sum() for gradient in sums.values()]
+        return sums, float(torch.stack(squares).sum().sqrt())
 
     def gradients(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
         """The raw gradient of every parameter, and the norm of all."""
-        norm = self._backward(batch)
-        return {name: w.grad.cpu() for name, w in self.weights.items() if w.grad is not None}, float(norm)
+        sums, norm = self._backward(batch)
+        return {name: gradient.cpu() for name, gradient in sums.items()}, norm
 
+    @torch.no_grad()
     def step(self, batch: Batch) -> None:
         """One AdamW step, clipped by the global norm."""
-        norm = float(self._backward(batch))
-        for name, shift in self.shifts.items():
-            gradient = self.weights[name].grad
-            assert gradient is not None, name
-            gradient.add_(shift)
-        if self.clip_norm and norm > self.clip_norm:
-            for w in self.weights.values():
-                if w.grad is not None:
-                    w.grad.mul_(self.clip_norm / norm)
+        with torch.enable_grad():
+            sums, norm = self._backward(batch)
+        scale = self.clip_norm / norm if self.clip_norm and norm > self.clip_norm else 1.0
+        for name, master in self.masters.items():
+            if not self.mixed:
+                # To itself, where the weight is wide enough.
+                master.copy_(self.weights[name])
+            master.grad = (sums[name] + self.shifts.get(name, 0.0)) * scale if name in sums else None
         self.adamw.step()
+        self.steps_made += 1
+        for name, master in self.masters.items():
+            self.weights[name].copy_(master)
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter as it is now."""
-        return {name: w.detach().cpu() for name, w in self.weights.items()}
+        return {name: w.detach().cpu() for name, w in (self.masters if self.mixed else self.weights).items()}

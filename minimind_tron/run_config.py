@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 import tyro
 from pydantic import model_validator
@@ -76,6 +76,7 @@ def trace_files(path: Path | None) -> tuple[Path, ...]:
 class RunConfig(Config):
     """What train and validate have in common: a model, on a mesh, on a device."""
 
+    usual_dtype: ClassVar[Dtype] = "float32"
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     strategy: StrategyConfig = StrategyConfig()
@@ -83,20 +84,60 @@ class RunConfig(Config):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: int = 42
-    """Decides the weights at step 0 and the order of the samples."""
+    """Decides the weights at step 0, the order of the samples, and what is dropped."""
+    dtype: Dtype | None = None
+    """Type of weights, activations and messages; float32 in train and float64 in validate unless given."""
     device: Device = "auto"
     """auto takes the GPU where there is one."""
+    precision: Literal["full", "mixed"] = "full"
+    """mixed computes in bfloat16 and updates float32 masters of the weights; full does all in --dtype."""
+    dropout: float = 0.0
+    """Probability with which an element of the embedding's or of an attention block's output is dropped, in training steps."""
     trace: Path | None = None
     """Where every action and collective of one step goes, as Chrome / Perfetto trace JSON, with a .png and a .html beside it."""
 
     @model_validator(mode="after")
     def _check_run(self) -> Self:
         self._at_least(0, "seed")
+        if not 0 <= self.dropout < 1:
+            raise TronError(f"dropout={self.dropout} was given, 0 <= dropout < 1 is wanted", "change --dropout")
+        if self.precision == "mixed" and self.dtype not in (None, "float32"):
+            raise TronError(
+                f"precision=mixed computes in bfloat16 and updates float32 masters, but dtype={self.dtype} was given",
+                "leave out --dtype, or use --precision full",
+            )
+        self._check_batch()
         self.check_model()
         if self.trace is not None and self.trace.suffix.lower() != ".json":
             raise TronError(f"trace={self.trace} is not a .json file", "change --trace")
         _placed("trace", self.trace, self.made)
         return self
+
+    def _check_batch(self) -> None:
+        dp, size, samples = self.mesh.dp_size, self.batch.micro_batch_size, self.batch.samples
+        if samples % (dp * size):
+            least = dp * size
+            sizes = sorted({max(least, samples // least * least), samples // least * least + least})
+            smaller = f", or --micro-batch-size {samples // dp}" if samples % dp == 0 and samples // dp < size else ""
+            raise TronError(
+                f"global_batch_size={samples} cannot be shared out over dp={dp} in microbatches of {size}",
+                f"use --global-batch-size {' or '.join(map(str, sizes))}{smaller}",
+            )
+
+    @property
+    def passes(self) -> int:
+        """Microbatches of one rank in a step."""
+        return self.batch.passes // self.mesh.dp_size
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """Type of weights, activations and messages."""
+        return "bfloat16" if self.precision == "mixed" else self.dtype or self.usual_dtype
+
+    @property
+    def master_dtype(self) -> Dtype | None:
+        """Type of the masters that are kept beside the weights, where there are any."""
+        return "float32" if self.precision == "mixed" else None
 
     @property
     def made(self) -> Path | None:
@@ -129,6 +170,12 @@ class RunConfig(Config):
                 _try_to_write("trace", path)
 
 
+def describe_numbers(config: RunConfig) -> str:
+    """The dtype, the masters' where there are any, and dropout, in words."""
+    masters = f" with {config.master_dtype} masters" if config.master_dtype else ""
+    return config.compute_dtype + masters + (f", dropout {config.dropout:g}" if config.dropout else "")
+
+
 class TrainConfig(RunConfig):
     """Train on text, measure held-out loss, export the model."""
 
@@ -138,8 +185,6 @@ class TrainConfig(RunConfig):
     """A Hugging Face tokenizer folder; bytes unless given."""
     output_dir: Path = Path("out/train")
     """Where metrics, the loss curve and the model go; must not hold another run."""
-    dtype: Literal["float64", "float32"] = "float32"
-    """Type of weights, activations and messages."""
     steps: int | None = None
     """Optimizer steps; 1000 unless --epochs is given."""
     epochs: float | None = None
@@ -154,10 +199,12 @@ class TrainConfig(RunConfig):
     """Length of the greedy sample at the end, 0 for none; 200 unless given, and none under context parallelism."""
     sample_prompt: str = "def "
     """What the greedy sample continues."""
+    max_skipped: int = 10
+    """Steps in a row whose gradients may be infinite or not a number before the run stops; each is skipped by all ranks."""
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:
-        self._at_least(1, "steps", "log_interval", "eval_interval", "eval_batches")
+        self._at_least(1, "steps", "log_interval", "eval_interval", "eval_batches", "max_skipped")
         self._at_least(0, "sample_tokens")
         if self.sample_tokens and self.mesh.cp_size > 1:
             raise TronError(
@@ -207,10 +254,9 @@ class TrainConfig(RunConfig):
 
 
 class ValidateConfig(RunConfig):
-    """Prove the parallel model equal to transformers' Qwen3."""
+    """Prove the parallel model equal to transformers' Qwen3 in float64."""
 
-    dtype: Dtype = "float64"
-    """Type of weights and activations; the oracle is float64 always."""
+    usual_dtype: ClassVar[Dtype] = "float64"
     optimizer_steps: int = 20
     """AdamW steps after the first comparison."""
     log_interval: int = 5

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minimind_tron.collectives import sum_over
 from minimind_tron.errors import TronError
-from minimind_tron.model import Model
+from minimind_tron.model import Model, Piece
 from minimind_tron.parallel.vocab import check_ids
 from minimind_tron.step import run_pipeline
 from minimind_tron.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def next_logits(model: Model, ids_SB: Tensor) -> Tensor:
         holder, position = divmod(ids_SB.shape[0] - 1, x_sBD.shape[0])
         return model.vocab.logits(x_sBD[position : position + 1], model.head)[holder]
 
-    found = run_pipeline(model, [(ids_SB, ids_SB)], finish, backward=False)
+    found = run_pipeline(model, [Piece(ids_SB, ids_SB)], finish, backward=False)
     here = found[0] if found else model.storage.zeros((ids_SB.shape[1], model.config.vocab_size))
     return sum_over(here, (model.mesh.pp,))
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from minimind_tron.dropout import Noise
 from minimind_tron.errors import TronError
 from minimind_tron.model import Model
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
@@ -44,10 +45,12 @@ class Heldout:
 class Trained:
     """What the loop did: the last step's loss in nats a token, the last held-out loss, labels learned from, wall time.
 
-    ``traced`` is whether a step was traced.
+    ``unlabelled`` steps had no valid label, ``skipped`` ones no finite gradient: neither changed anything. ``traced`` is whether a
+    step was traced.
     """
 
     steps: int
+    unlabelled: int
     skipped: int
     loss: float
     heldout: Heldout
@@ -156,19 +159,6 @@ def measure_heldout(model: Model, corpus: Corpus, config: TrainConfig) -> Heldou
     return Heldout(loss, loss / corpus.bytes_per_token)
 
 
-def check_finite(step: int, result: StepResult, learning_rate: float) -> None:
-    """Stop a run that has diverged; the result is the same on every rank, so all of them stop.
-
-    Raises: TronError that names the step.
-    """
-    if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
-        raise TronError(
-            f"step {step}: loss {result.loss}, gradient norm {result.gradient_norm}; training has diverged "
-            f"at learning rate {learning_rate:g} and no model was saved",
-            "lower --learning-rate, or lengthen --warmup-steps",
-        )
-
-
 @dataclass
 class Tally:
     """Labels and seconds that went into training steps, in all and since the last line of metrics."""
@@ -204,11 +194,12 @@ class Trainer:
         self.metrics, self.display = metrics, display
         self.steps = count_steps(config, len(corpus.train))
         self.optimizer = build_adamw(model, config.optimizer)
-        self.tally, self.skipped, self.loss = Tally(), 0, math.nan
+        self.tally, self.loss = Tally(), math.nan
+        self.unlabelled, self.skipped, self.skipped_in_a_row = 0, 0, 0
         self.trace = config.trace
 
     def run(self) -> Trained:
-        """All steps. Raises: TronError when the loss or the gradient norm is not finite."""
+        """All steps. Raises: TronError when too many in a row had no finite loss or gradient norm."""
         start_s = time.perf_counter()
         heldout = Heldout(math.nan, math.nan)
         for step in range(1, self.steps + 1):
@@ -218,7 +209,7 @@ class Trainer:
         if self.trace:
             say("no step was traced: from the first that might have been on, none had a valid label")
         seconds, traced = time.perf_counter() - start_s, self.trace is not self.config.trace
-        return Trained(self.steps, self.skipped, self.loss, heldout, self.tally.tokens, seconds, traced)
+        return Trained(self.steps, self.unlabelled, self.skipped, self.loss, heldout, self.tally.tokens, seconds, traced)
 
     def _train(self, step: int, start_s: float) -> None:
         config, begin_s = self.config, time.perf_counter()
@@ -230,32 +221,50 @@ class Trainer:
         def run(timed: list[Timed] | None = None) -> StepResult:
             nonlocal seconds
             size, clip_norm = config.batch.micro_batch_size, config.optimizer.clip_norm
-            result = train_step(self.model, self.optimizer, batch, size, clip_norm, timed)
+            noise = Noise(config.dropout, config.seed, step - 1)
+            result = train_step(self.model, self.optimizer, batch, size, clip_norm, noise, timed)
             seconds = time.perf_counter() - begin_s
             return result
 
         if self.trace and step >= min(TRACED_STEP, self.steps):
-            result, bubbles = traced(self.trace, schedule_of(self.model, config.batch.passes), self.model.mesh, run)
+            result, bubbles = traced(self.trace, schedule_of(self.model, config.passes), self.model.mesh, run)
             # A step without any label has nothing to show; then the next one is traced.
             self.trace = self.trace if bubbles is None else None
             if bubbles:
                 say(f"step {step}: traced; bubble {bubbles}")
         else:
             result = run()
-        check_finite(step, result, learning_rate)
+        if not result.finite:
+            self._skip(step, result, learning_rate)
+            return
+        self.skipped_in_a_row = 0
         self.tally.add(result.valid_tokens, seconds)
         if not result.valid_tokens:
-            self._skip(step)
+            self._note_unlabelled(step)
             return
         self.loss = result.loss
         self.display.step(step, result.loss, self.tally.tokens_per_s)
         if step == 1 or step % config.log_interval == 0 or step == self.steps:
             self._log(step, result, learning_rate, time.perf_counter() - start_s)
 
-    def _skip(self, step: int) -> None:
-        self.skipped += 1
+    def _note_unlabelled(self, step: int) -> None:
+        self.unlabelled += 1
         self.metrics.write(step=step, skipped="no valid label")
         say(f"step {step}: no valid label in the whole batch, nothing was changed")
+
+    def _skip(self, step: int, result: StepResult, learning_rate: float) -> None:
+        """A step that has no finite gradients changed nothing, on any rank; loss and norm are the same on all of them."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        found = f"loss {result.loss}, gradient norm {result.gradient_norm}"
+        self.metrics.write(step=step, skipped=found)
+        if self.skipped_in_a_row >= self.config.max_skipped:
+            row = f"{self.skipped_in_a_row} steps in a row were skipped" if self.skipped_in_a_row > 1 else "it was skipped"
+            raise TronError(
+                f"step {step}: {found}; {row}: training has diverged at learning rate {learning_rate:g} and no model was saved",
+                "lower --learning-rate, lengthen --warmup-steps, or raise --max-skipped",
+            )
+        say(f"step {step}: {found}; skipped, nothing was changed ({self.skipped} so far)")
 
     def _log(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
         self.metrics.write(
@@ -297,7 +306,7 @@ def train(model: Model, corpus: Corpus, config: TrainConfig, references: Referen
 
     Metrics are one line of JSON each: first the references (nats a byte) and bytes per token, then lines of training steps (loss
     in nats a token) and of held-out measurements.
-    Raises: TronError when the loss or the gradient norm is not finite.
+    Raises: TronError when too many steps in a row had no finite loss or gradient norm.
     """
     metrics = Metrics(metrics_path)
     metrics.write(bytes_per_token=corpus.bytes_per_token, uniform=references.uniform, byte_unigram=references.byte_unigram)

@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minimind_tron.config import ModelConfig
-from minimind_tron.layout import initialise
 from minimind_tron.mesh import Axis, Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.tokens import Batch
 from minimind_tron.topology import MeshConfig, StrategyConfig
 

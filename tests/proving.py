@@ -40,7 +40,7 @@ def on_rank(config: ValidateConfig) -> Report:
 def passes(pool: Pools, config: ValidateConfig) -> None:
     """Fail with the verdict unless the model on its mesh is the dense model."""
     report = pool(config.mesh.world_size).run(on_rank, config)[0]
-    assert config.dtype != "float64" or report.rule == "exact"
+    assert config.compute_dtype != "float64" or report.rule == "exact"
     assert report.passed, validate.verdict(report)
 
 

@@ -17,9 +17,9 @@ from minimind_tron.commands import validate
 from minimind_tron.config import BatchConfig, ModelConfig
 from minimind_tron.errors import TronError
 from minimind_tron.judge import Report
-from minimind_tron.layout import initialise, layout_of
+from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Axis
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw
 from minimind_tron.parallel import attention, context, ring
 from minimind_tron.parallel.attention import Tile, own_tile

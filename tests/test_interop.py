@@ -20,9 +20,9 @@ from minimind_tron.config import ModelConfig
 from minimind_tron.config_files import from_hugging_face, read_config
 from minimind_tron.errors import TronError
 from minimind_tron.interop import hugging_face_config, load_weights, save_hugging_face
-from minimind_tron.layout import initialise, layout_of
+from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Axis, Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.topology import MeshConfig, StrategyConfig
 from tests.pool import pool
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minimind_tron.collectives import gather_whole
-from minimind_tron.layout import Cut, Layout, Storage, draw, fill_from, initialise, layout_of, live, parameter
+from minimind_tron.layout import Cut, Layout, Storage, draw, fill_from, layout_of, live, parameter
 from minimind_tron.mesh import Axis
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from tests.meshes import STRATEGIES, lonely, tiny, tp_mesh
 
 CPU64 = Storage(torch.float64, torch.device("cpu"))

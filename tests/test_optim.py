@@ -11,9 +11,9 @@ from torch import Tensor
 from minimind_tron import optim
 from minimind_tron.collectives import gather_whole
 from minimind_tron.config import ModelConfig, OptimizerConfig
-from minimind_tron.layout import draw, initialise, layout_of
+from minimind_tron.layout import draw, layout_of
 from minimind_tron.mesh import build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw, clip_gradients, decays, global_norm, learning_rate_at, set_learning_rate
 from minimind_tron.step import compute_gradients
 from minimind_tron.tokens import Batch

@@ -23,10 +23,10 @@ from minimind_tron.commands import validate
 from minimind_tron.config import BatchConfig, ModelConfig, OptimizerConfig
 from minimind_tron.interop import load_weights, save_hugging_face
 from minimind_tron.judge import Report
-from minimind_tron.layout import Layout, initialise
+from minimind_tron.layout import Layout
 from minimind_tron.ledger import ledger
 from minimind_tron.mesh import Axis, Mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw
 from minimind_tron.parallel import pipeline
 from minimind_tron.parallel.linear import multiply

@@ -7,9 +7,8 @@ import torch.distributed as dist
 from minimind_tron import sampling
 from minimind_tron.config import ModelConfig
 from minimind_tron.errors import TronError
-from minimind_tron.layout import initialise
 from minimind_tron.mesh import build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.sampling import greedy, next_logits, readable
 from minimind_tron.tokenizer import Tokenizer
 from minimind_tron.topology import MeshConfig, StrategyConfig

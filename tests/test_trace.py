@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from minimind_tron.config import OptimizerConfig
-from minimind_tron.layout import initialise
 from minimind_tron.ledger import Entry
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw
 from minimind_tron.parallel.pipeline import Timed
 from minimind_tron.parallel.schedules import Schedule, build

@@ -21,9 +21,8 @@ from minimind_tron.commands.train import TrainResult, beginning, claim_output, h
 from minimind_tron.config import BatchConfig
 from minimind_tron.config_files import from_toml
 from minimind_tron.errors import TronError
-from minimind_tron.layout import initialise
 from minimind_tron.mesh import build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw, learning_rate_at, set_learning_rate
 from minimind_tron.run_config import TrainConfig
 from minimind_tron.runtime import World

@@ -11,11 +11,10 @@ from minimind_tron.config_files import to_toml
 from minimind_tron.errors import TronError
 from minimind_tron.figures import loss_curve
 from minimind_tron.interop import save_hugging_face
-from minimind_tron.layout import initialise
 from minimind_tron.mesh import Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, build_model, initialise
 from minimind_tron.parallel.pipeline import describe
-from minimind_tron.run_config import TrainConfig, trace_files
+from minimind_tron.run_config import TrainConfig, describe_numbers, trace_files
 from minimind_tron.runtime import World, say
 from minimind_tron.sampling import Sample, greedy, readable
 from minimind_tron.tokenizer import Tokenizer, check_tokenizer_fits, load_tokenizer
@@ -28,10 +27,12 @@ from minimind_tron.trainer import References, Trained, count_steps, train, unigr
 class TrainResult:
     """What a run came to: the last step's loss (nats a token), the last held-out loss, wall time of the loop, and its files.
 
+    ``unlabelled`` steps had no valid label, ``skipped`` ones no finite gradients; neither changed anything.
     ``files`` are those that global rank 0 wrote, the same list on every rank; ``sample`` is None where none was asked for.
     """
 
     steps: int
+    unlabelled: int
     skipped: int
     loss: float
     heldout_nats_per_token: float
@@ -62,7 +63,7 @@ def run(config: TrainConfig, world: World) -> TrainResult:
     corpus = load_corpus(config.data, tokenizer, config.batch.seq_len)
     mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     claim_output(config, mesh)
-    model = Model(config.model, mesh, config.strategy, config.pipeline, dtype=getattr(torch, config.dtype), device=world.device)
+    model = build_model(config, mesh, world.device)
     initialise(model, config.seed)
     references = measure_references(corpus, tokenizer, config)
     introduce(config, mesh, corpus, references)
@@ -123,7 +124,7 @@ def introduce(config: TrainConfig, mesh: Mesh, corpus: Corpus, references: Refer
     """Say what is about to run."""
     degrees = " x ".join(f"{axis.name} {axis.size}" for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp))
     batch, steps = config.batch, count_steps(config, len(corpus.train))
-    say(f"model       {config.model.num_parameters:,} parameters, {config.dtype}")
+    say(f"model       {config.model.num_parameters:,} parameters, {describe_numbers(config)}")
     say(f"mesh        {degrees}; {describe_switches(config.mesh, config.strategy)}")
     if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
         say(f"pipeline    {pipeline}")
@@ -178,10 +179,12 @@ def _conclude(
     elif config.mesh.cp_size > 1:
         say("sample      none: text is not generated under context parallelism")
     say(f"trained     {trained.steps:,} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
+    if trained.skipped:
+        say(f"skipped     {trained.skipped:,} of these steps, whose gradients were not finite")
     say(f"held out    {heldout.nats_per_byte:.4f} nats/byte, {heldout.nats_per_token:.4f} nats/token; {_references(references)}")
     say("wrote       " + "\n            ".join(map(str, files)))
     losses = (trained.loss, heldout.nats_per_token, heldout.nats_per_byte)
-    return TrainResult(trained.steps, trained.skipped, *losses, trained.tokens, trained.seconds, sample, files)
+    return TrainResult(trained.steps, trained.unlabelled, trained.skipped, *losses, trained.tokens, trained.seconds, sample, files)
 
 
 def _show_sample(sample: Sample) -> None:

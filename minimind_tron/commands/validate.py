@@ -12,17 +12,18 @@ from torch import Tensor
 
 from minimind_tron.collectives import gather_copies, gather_named, gather_objects, gather_whole, settle, share
 from minimind_tron.config_files import flatten
+from minimind_tron.dropout import Noise
 from minimind_tron.errors import TronError
 from minimind_tron.interop import load_weights
 from minimind_tron.judge import EXACT, Finding, Judge, Plan, Report, Run, record, rounding_shifts
-from minimind_tron.layout import Layout, initialise, layout_of, live
+from minimind_tron.layout import Layout, layout_of, live
 from minimind_tron.mesh import Axis, Mesh, build_mesh
-from minimind_tron.model import Model
+from minimind_tron.model import Model, build_model, initialise
 from minimind_tron.optim import build_adamw, global_norm
 from minimind_tron.oracle import DenseSubject, build_qwen3, load_qwen3
 from minimind_tron.parallel.pipeline import describe
 from minimind_tron.parallel.vocab import IGNORED
-from minimind_tron.run_config import ValidateConfig
+from minimind_tron.run_config import ValidateConfig, describe_numbers
 from minimind_tron.runtime import World, all_cores, say
 from minimind_tron.step import compute_gradients, evaluate, logits_of, schedule_of, train_step
 from minimind_tron.tokens import Batch
@@ -57,7 +58,8 @@ class ParallelSubject:
 
     def __init__(self, model: Model, config: ValidateConfig) -> None:
         self.model, self.micro_batch_size = model, config.batch.micro_batch_size
-        self.trace, self.steps_left, self.passes = config.trace, config.optimizer_steps, config.batch.passes
+        self.trace, self.passes, self.dropout = config.trace, config.passes, (config.dropout, config.seed)
+        self.steps, self.steps_made = config.optimizer_steps, 0
         self.adamw, self.clip_norm = build_adamw(model, config.optimizer), config.optimizer.clip_norm
 
     def logits(self, batch: Batch) -> Tensor:
@@ -70,16 +72,18 @@ class ParallelSubject:
 
     def gradients(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
         """The raw gradient of every parameter, and the norm of all."""
-        compute_gradients(self.model, batch, self.micro_batch_size)
-        norm = float(global_norm(self.model.parameters(), self.model.mesh))
-        named = self.model.named_parameters()
-        return self._whole({name: (w.grad, layout_of(w)) for name, w in named if w.grad is not None}), norm
+        compute_gradients(self.model, batch, self.micro_batch_size, self._noise())
+        norm = float(global_norm(self.model.masters.parameters(), self.model.mesh))
+        return self._whole(self.model.masters.gradients()), norm
+
+    def _noise(self) -> Noise:
+        return Noise(*self.dropout, self.steps_made)
 
     def step(self, batch: Batch) -> None:
         """One training step, clipped as in training; the last one is traced, if any is to be."""
-        run = partial(train_step, self.model, self.adamw, batch, self.micro_batch_size, self.clip_norm)
-        self.steps_left -= 1
-        if self.trace and not self.steps_left:
+        run = partial(train_step, self.model, self.adamw, batch, self.micro_batch_size, self.clip_norm, self._noise())
+        self.steps_made += 1
+        if self.trace and self.steps_made == self.steps:
             _, bubbles = traced(self.trace, schedule_of(self.model, self.passes), self.model.mesh, run)
             say(f"traced the last step: bubble {bubbles}")
         else:
@@ -87,7 +91,7 @@ class ParallelSubject:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter as it is now."""
-        return self._whole({name: (w.detach(), layout_of(w)) for name, w in self.model.named_parameters()})
+        return self._whole(self.model.masters.values())
 
     def _whole(self, named: dict[str, tuple[Tensor, Layout]]) -> dict[str, Tensor]:
         """The whole tensors of all stages."""
@@ -98,18 +102,22 @@ class ParallelSubject:
 def differing_copies(model: Model) -> list[str]:
     """The parameters of which two ranks hold copies that are not bit-equal, the same list on every rank.
 
-    Cost: one all-gather of every parameter over tp, one over cp, and of a tied one over both ends of the pipeline.
+    Cost: one all-gather over tp of what is kept of every parameter, one over dp x cp unless it is cut there, and of a tied one over
+    both ends of the pipeline; where masters are kept beside weights, of both.
     """
     mesh, differ = model.mesh, []
-    for name, weight in model.named_parameters():
-        layout = layout_of(weight)
+    kept = [(name, value, layout) for name, (value, layout) in model.masters.values().items()]
+    if model.masters.mixed and not model.storage.passing:
+        kept += [(name, weight.detach(), layout_of(weight)) for name, weight in model.named_parameters()]
+    for name, value, layout in kept:
         parts = layout.cut.parts if layout.cut else 1
-        others = (mesh.cp, mesh.ends) if mesh.ends in layout.partial else (mesh.cp,)
-        same = _copies_agree(weight.detach(), mesh.tp, parts)
+        others = [axis for axis in live(mesh.ends) if axis in layout.partial]
+        others += [] if layout.shard else [mesh.data]
+        same = _copies_agree(value, mesh.tp, parts)
         # Every rank takes part in every gather, whatever it has seen so far.
-        if not all([same, *(_copies_agree(weight.detach(), axis, 1) for axis in others)]):
+        if not all([same, *(_copies_agree(value, axis, 1) for axis in others)]):
             differ.append(name)
-    for axis in live(mesh.tp, mesh.cp, mesh.pp):
+    for axis in live(mesh.tp, mesh.data, mesh.pp):
         differ = [name for names in gather_objects(differ, axis) for name in names]
     return list(dict.fromkeys(differ))
 
@@ -129,7 +137,7 @@ def batch_of(config: ValidateConfig, step: int) -> Batch:
 
 def plan_of(config: ValidateConfig) -> Plan:
     """What both sides of a validation record."""
-    batches = 1 if config.dtype == "float64" else NOISE_LOSS_BATCHES
+    batches = 1 if config.compute_dtype == "float64" else NOISE_LOSS_BATCHES
     steps = config.optimizer_steps if config.check_backward else 0
     return Plan(steps, config.log_interval, config.check_backward, batches)
 
@@ -162,7 +170,10 @@ def _move(weights: Iterable[Tensor], by: float) -> None:
 
 
 def _dense_subject(config: ValidateConfig, dtype: str, device: torch.device, disturbed: Disturbance) -> DenseSubject:
-    qwen3 = build_qwen3(config.model, getattr(torch, dtype), device)
+    mixed = dtype != "float64" and config.precision == "mixed"
+    # Under mixed precision weights are rounded from masters, which the file or the seed gives.
+    first_dtype = "float32" if mixed else dtype
+    qwen3 = build_qwen3(config.model, getattr(torch, first_dtype), device)
     if config.weights:
         load_qwen3(qwen3, config.weights)
     else:
@@ -174,7 +185,12 @@ def _dense_subject(config: ValidateConfig, dtype: str, device: torch.device, dis
         assert set(unmatched.missing_keys) <= tied, f"the oracle would keep its own {unmatched.missing_keys}"
     if disturbed.moved_by:
         _move(qwen3.parameters(), disturbed.moved_by)
-    return DenseSubject(qwen3, config.optimizer, config.batch.micro_batch_size, disturbed.shifts)
+    masters = None
+    if mixed:
+        masters = {name: weight.detach().clone() for name, weight in qwen3.named_parameters()}
+        qwen3.to(dtype=getattr(torch, dtype))
+    dropout = (config.dropout, config.seed)
+    return DenseSubject(qwen3, config.optimizer, config.batch.micro_batch_size, disturbed.shifts, masters, dropout)
 
 
 def _dense_run(config: ValidateConfig, dtype: str, device: torch.device, disturbed: Disturbance = UNDISTURBED) -> Run:
@@ -192,7 +208,7 @@ def dense_runs(config: ValidateConfig, device: torch.device) -> tuple[Run, Run]:
     oracle = _dense_run(config, "float64", device)
     if not oracle.logits[0].any():
         raise TronError("every logit is 0 with these weights, and nothing is proven by comparing zeros", "change --weights")
-    return oracle, oracle if config.dtype == "float64" else _dense_run(config, config.dtype, device)
+    return oracle, oracle if config.compute_dtype == "float64" else _dense_run(config, config.compute_dtype, device)
 
 
 @lru_cache(maxsize=2)
@@ -214,12 +230,13 @@ def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: t
     """
     ours_alone = {"mesh": MeshConfig(), "strategy": StrategyConfig(), "pipeline": PipelineConfig()}
     bare = {**ours_alone, "json_file": None, "trace": None, "atol": None, "rtol": None}
-    reference, dtype = config.model_copy(update=bare), getattr(torch, config.dtype)
+    reference, dtype = config.model_copy(update=bare), getattr(torch, config.compute_dtype)
     oracle, dense = dense_runs(reference, device)
-    report = Judge(oracle, dense, ours, dtype, config.atol, config.rtol).report(copies_differ)
+    kept_as = getattr(torch, config.master_dtype or config.compute_dtype)
+    report = Judge(oracle, dense, ours, dtype, config.atol, config.rtol, kept_as=kept_as).report(copies_differ)
     if report.rule == "noise floor" and report.only_after_adamw:
         shifted = _shifted_run(reference, device)
-        report = Judge(oracle, dense, ours, dtype, shifted=shifted).report(copies_differ)
+        report = Judge(oracle, dense, ours, dtype, shifted=shifted, kept_as=kept_as).report(copies_differ)
     if report.rule == "exact" and not report.passed:
         report = Judge(oracle, dense, ours, dtype, moved=_moved_run(reference, device)).report(copies_differ)
     hopeless = report.hopeless(torch.finfo(dtype).eps) if report.rule != "tolerance" else None
@@ -233,12 +250,12 @@ def judge(config: ValidateConfig, ours: Run, copies_differ: list[str], device: t
 
 def parallel_run(config: ValidateConfig, mesh: Mesh, device: torch.device) -> tuple[Run, list[str]]:
     """What our model shows on a mesh, and the names of parameters whose copies came apart."""
-    model = Model(config.model, mesh, config.strategy, config.pipeline, dtype=getattr(torch, config.dtype), device=device)
+    model = build_model(config, mesh, device)
     if config.weights:
         load_weights(model, config.weights)
     else:
         initialise(model, config.seed, SPREAD)
-    look = partial(_look, f"minimind-tron in {config.dtype}", config.log_interval)
+    look = partial(_look, f"minimind-tron in {describe_numbers(config)}", config.log_interval)
     run = record(ParallelSubject(model, config), partial(batch_of, config), plan_of(config), look)
     return run, differing_copies(model)
 
@@ -328,10 +345,10 @@ def run(config: ValidateConfig, world: World) -> Report:
     mesh = build_mesh(config.mesh, world.rank, world.size, world.timeout_s)
     settle(config.check_before_start, mesh)
     degrees = " x ".join(f"{name} {size}" for name, size in config.mesh.degrees.items())
-    say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {config.dtype}, on {world.device}")
+    say(f"minimind-tron validate: {config.model.num_parameters:,} parameters, {describe_numbers(config)}, on {world.device}")
     say(f"mesh {degrees}; {describe_switches(config.mesh, config.strategy)}")
     if pipeline := describe(config.model, config.pipeline, config.mesh.pp_size):
-        say(f"pipeline {pipeline}; {config.batch.passes} microbatches")
+        say(f"pipeline {pipeline}; {config.passes} microbatches")
     report = validate(config, mesh, world.device)
     show(report)
     if config.json_file and mesh.rank == 0:

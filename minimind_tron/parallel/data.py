@@ -1,71 +1,128 @@
-"""Gradient sums, read off the layouts.
+"""Data parallelism (DP): each rank takes its own samples, and gradients are summed; how tensors travel together, in buckets.
 
-A gradient is summed over every axis whose ranks share the weight but did only a part of the work with it: norms and row biases
-under SP, q/k norms and shared kv heads under TP, whole embeddings under SP, everything under CP. Where that is so is written on
-the parameter when it is born; this file only reads it.
+Batch t is cut over dp by index, as a sample is cut over cp by position. So both axes do the same to a parameter: their ranks share
+it and each sees other tokens. They are one axis here, ``mesh.data``, and every gradient is a part over it.
+
+Which other axes a gradient is a part over is written on the parameter when it is born: norms and row biases under SP, q/k norms and
+shared kv heads under TP, whole embeddings under SP, a tied matrix over the ends of a pipeline. This file only reads it.
+
+A bucket holds, for each of its tensors, the piece of every rank, padded to one size: [n, numbers], so that reduce-scatter and
+all-gather move whole buckets. ``zero.py`` says which of them run, and when.
+
+Cost: an all-reduce of N numbers sends 2 (n-1)/n N, a reduce-scatter or all-gather (n-1)/n N', where N' counts the padding of
+pieces: n * ceil(rows / n) rows of each local tensor. Sums travel and are made in the wider of float32 and the dtype.
+Source: Li et al., PyTorch Distributed, arXiv 2006.15704, for buckets; there they are filled across layers by size, here by layer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from minimind_tron.collectives import sum_over
-from minimind_tron.layout import layout_of, wider
+from minimind_tron.layout import Layout
 from minimind_tron.mesh import Axis
+
+T = TypeVar("T", bound=Tensor)
 
 # 64 MiB in float32: large enough that a collective's latency does not count, small beside a model.
 BUCKET_NUMBERS = 2**24
 
 
-def partial_gradients(weights: Iterable[nn.Parameter]) -> dict[tuple[Axis, ...], list[nn.Parameter]]:
-    """The parameters whose gradients are parts, by the axes they are parts over; in the order given, alike on every rank."""
-    by_axes: dict[tuple[Axis, ...], list[nn.Parameter]] = defaultdict(list)
-    for weight in weights:
-        if layout_of(weight).partial:
-            by_axes[layout_of(weight).partial].append(weight)
-    return by_axes
-
-
-def buckets(weights: Iterable[nn.Parameter], largest: int = BUCKET_NUMBERS) -> Iterator[list[nn.Parameter]]:
-    """The weights in runs of at most so many numbers, or of one weight that has more."""
-    bucket: list[nn.Parameter] = []
+def buckets(tensors: Iterable[T], largest: int = BUCKET_NUMBERS) -> Iterator[list[T]]:
+    """The tensors in runs of at most so many numbers, or of one tensor that has more."""
+    bucket: list[T] = []
     filled = 0
-    for weight in weights:
-        if bucket and filled + weight.numel() > largest:
+    for tensor in tensors:
+        if bucket and filled + tensor.numel() > largest:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(weight)
-        filled += weight.numel()
+        bucket.append(tensor)
+        filled += tensor.numel()
     if bucket:
         yield bucket
 
 
-def _flat(gradients: list[Tensor]) -> Tensor:
-    """One buffer in the wider of float32 and the gradients' dtype: long sums are not made in bfloat16."""
-    dtype = wider(gradients[0].dtype)
-    return torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
+def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Tensors one after the other, in one buffer."""
+    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
 
 
-@torch.no_grad()
-def sum_gradients(weights: Iterable[nn.Parameter]) -> None:
-    """Replace every gradient that is a part by the sum of the parts; runs once, after the last backward of a step.
+def split(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a flat buffer, as views."""
+    pieces = buffer.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
-    A parameter that had no work on this rank counts as zeros, since the other ranks wait for its part.
-    Cost: an all-reduce of every such gradient over each of its axes, in float32 or wider; gradients of the same axes travel
-    together, in buckets, so that no second copy of all of them is made.
+
+class Pieces:
+    """How tensors whose dim 0 is cut over an axis lie in a bucket: a part for each rank, with a padded piece of every tensor."""
+
+    def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
+        self.axis = axis
+        # Dim 0 of the local tensor, numbers in a row, rows of a padded piece; and what this rank keeps.
+        self.shapes = [layout.local_shape for layout in layouts]
+        self.rows = [-(-shape[0] // axis.size) for shape in self.shapes]
+        self.widths = [torch.Size(shape[1:]).numel() for shape in self.shapes]
+        self.kept = [layout.rows[1] - layout.rows[0] for layout in layouts]
+
+    @property
+    def numbers(self) -> int:
+        """What a rank's part holds."""
+        return sum(rows * width for rows, width in zip(self.rows, self.widths, strict=True))
+
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Whole local tensors as a bucket. Shapes: -> [n * numbers]."""
+        n, parts = self.axis.size, []
+        for tensor, rows in zip(tensors, self.rows, strict=True):
+            matrix = tensor.reshape(tensor.shape[0], -1).to(dtype)
+            parts.append(F.pad(matrix, (0, 0, 0, n * rows - tensor.shape[0])).view(n, -1))
+        return torch.cat(parts, 1).view(-1)
+
+    def pack_kept(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """This rank's part of a bucket from what it keeps. Shapes: -> [numbers]."""
+        parts = []
+        for tensor, rows, width in zip(tensors, self.rows, self.widths, strict=True):
+            matrix = tensor.reshape(tensor.shape[0], width).to(dtype)
+            parts.append(F.pad(matrix, (0, 0, 0, rows - tensor.shape[0])).view(-1))
+        return torch.cat(parts)
+
+    def unpack_kept(self, part: Tensor) -> list[Tensor]:
+        """What this rank keeps, as views of its part of a bucket."""
+        found = []
+        pieces = part.split([rows * width for rows, width in zip(self.rows, self.widths, strict=True)])
+        for piece, kept, width, shape in zip(pieces, self.kept, self.widths, self.shapes, strict=True):
+            found.append(piece[: kept * width].view(kept, *shape[1:]))
+        return found
+
+    def unpack_into(self, bucket: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write a bucket into whole local tensors. Shapes: [n * numbers] ->."""
+        n = self.axis.size
+        columns = bucket.view(n, -1).split([rows * width for rows, width in zip(self.rows, self.widths, strict=True)], 1)
+        for tensor, column, rows, width in zip(tensors, columns, self.rows, self.widths, strict=True):
+            # Pieces are full up to one, and empty after it.
+            full = tensor.shape[0] // rows
+            matrix = tensor.view(tensor.shape[0], width)
+            matrix[: full * rows].view(full, rows * width).copy_(column[:full])
+            rest = tensor.shape[0] - full * rows
+            if rest:
+                matrix[full * rows :].copy_(column[full, : rest * width].view(rest, width))
+
+
+def sum_partial(gradients: Sequence[tuple[Tensor, tuple[Axis, ...]]]) -> None:
+    """Replace gradients, in place, by their sums over the axes each is a part over.
+
+    Every rank of those axes gives the same ones in the same order.
+    Cost: an all-reduce of every such gradient over each of its axes, in its dtype; gradients of the same axes travel together.
     """
-    for axes, group in partial_gradients(weights).items():
+    by_axes: dict[tuple[Axis, ...], list[Tensor]] = defaultdict(list)
+    for gradient, axes in gradients:
+        if axes:
+            by_axes[axes].append(gradient)
+    for axes, group in by_axes.items():
         for bucket in buckets(group):
-            _sum_bucket(bucket, axes)
-
-
-def _sum_bucket(bucket: list[nn.Parameter], axes: tuple[Axis, ...]) -> None:
-    for weight in bucket:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    gradients = [weight.grad for weight in bucket if weight.grad is not None]
-    summed = sum_over(_flat(gradients), axes)
-    for gradient, piece in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(piece.view_as(gradient))
+            summed = sum_over(flat(bucket, bucket[0].dtype), axes)
+            for gradient, piece in zip(bucket, split(summed, bucket), strict=True):
+                gradient.copy_(piece)

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from minimind_tron.layout import Cut, LaidOut, Layout, Storage, live, parameter
 from minimind_tron.mesh import Axis
+from minimind_tron.parallel.segments import kept
 
 
 class Linear(nn.Module):
@@ -99,14 +100,16 @@ class RowLinear(Linear):
 class Seams:
     """How hidden states cross the border of a region whose weights are cut over an axis; the one thing in which TP and SP differ.
 
-    ``columns`` enters a region through linears that share one collective, ``leave`` turns partial sums into hidden states, ``own``
-    picks the ids or labels of this rank's hidden states, ``total`` makes the loss of all from the loss of those. ``outside`` are
-    the axes whose ranks hold different hidden states outside of regions, ``multiple`` is what the sequence is padded to.
+    ``columns`` enters a region through linears that share one collective, ``leave`` turns partial sums into hidden states, ``rows``
+    does so behind a weight, ``own`` picks the ids or labels of this rank's hidden states, ``total`` makes the loss of all from the
+    loss of those. ``outside`` are the axes whose ranks hold different hidden states outside of regions, ``multiple`` is what the
+    sequence is padded to.
     """
 
     axis: Axis
     columns: Callable[[Tensor, Sequence[Linear], Axis], tuple[Tensor, ...]]
     leave: Callable[[Tensor, Axis], Tensor]
+    rows: Callable[[Tensor, Tensor, Axis], Tensor]
     own: Callable[[Tensor, Axis], Tensor]
     total: Callable[[Tensor, Axis], Tensor]
     outside: tuple[Axis, ...]
@@ -117,7 +120,7 @@ class Seams:
 
         Shapes: [S, B, f] -> [s, B, D], or [S, B, D] under plain TP. Cost: that of ``leave``.
         """
-        y = self.leave(multiply(x_SBf, linear.weight), self.axis)
+        y = self.rows(x_SBf, linear.weight, self.axis)
         return y if linear.bias is None else y + linear.bias
 
 
@@ -207,7 +210,7 @@ class Multiply(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return F.linear(x, weight, bias)
+        return kept(lambda: F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

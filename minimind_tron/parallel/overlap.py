@@ -30,22 +30,31 @@ from minimind_tron.collectives import (
 )
 from minimind_tron.mesh import Axis
 from minimind_tron.parallel.linear import Linear, bias_gradient, input_gradient, is_putting_off, now_or_later, weight_gradient
+from minimind_tron.parallel.segments import kept
 
 Optional = Tensor | None
 
 
-def _forward(ctx: Any, kept: Tensor, x_SBD: Tensor, axis: Axis, tensors: tuple[Optional, ...]) -> tuple[Tensor, ...]:
-    """The local GEMMs; ``tensors`` are weight, bias, weight, bias ..., a bias being None where there is none."""
+def _forward(ctx: Any, x: Tensor, whole: Callable[[], Tensor], axis: Axis, tensors: tuple[Optional, ...]) -> tuple[Tensor, ...]:
+    """The local GEMMs on the whole input; x is what is saved of it.
+
+    ``tensors`` are weight, bias, weight, bias ..., a bias being None where there is none.
+    """
     weights, biases = cast(tuple[Tensor, ...], tensors[::2]), tensors[1::2]
     ctx.axis, ctx.biased = axis, [bias is not None for bias in biases]
-    ctx.save_for_backward(kept, *weights)
-    return tuple(F.linear(x_SBD, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    ctx.save_for_backward(x, *weights)
+
+    def compute() -> tuple[Tensor, ...]:
+        x_SBD = whole()
+        return tuple(F.linear(x_SBD, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    return kept(compute)
 
 
 def _saved(ctx: Any, dys: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What forward kept, its weights, and the incoming gradients laid out for GEMMs (each is used twice)."""
-    kept, *weights = ctx.saved_tensors
-    return kept, weights, [dy.contiguous() for dy in dys]
+    """The input that was saved, the weights, and the incoming gradients laid out for GEMMs (each is used twice)."""
+    x, *weights = ctx.saved_tensors
+    return x, weights, [dy.contiguous() for dy in dys]
 
 
 def _parameter_gradients(ctx: Any, weights: list[Tensor], dys: Sequence[Tensor], whole: Callable[[], Tensor]) -> list[Optional]:
@@ -74,7 +83,7 @@ class HiddenReduce(Function):
 
     @staticmethod
     def forward(ctx: Any, x_SBD: Tensor, axis: Axis, *tensors: Optional) -> tuple[Tensor, ...]:
-        return _forward(ctx, x_SBD, x_SBD, axis, tensors)
+        return _forward(ctx, x_SBD, lambda: x_SBD, axis, tensors)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
@@ -87,7 +96,7 @@ class HiddenScatter(Function):
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, axis: Axis, *tensors: Optional) -> tuple[Tensor, ...]:
         x_SBD = all_gather(x_sBD, axis)
-        return _forward(ctx, x_SBD, x_SBD, axis, tensors)
+        return _forward(ctx, x_SBD, lambda: x_SBD, axis, tensors)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
@@ -99,7 +108,7 @@ class Regathered(Function):
 
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, axis: Axis, *tensors: Optional) -> tuple[Tensor, ...]:
-        return _forward(ctx, x_sBD, all_gather(x_sBD, axis), axis, tensors)
+        return _forward(ctx, x_sBD, partial(all_gather, x_sBD, axis), axis, tensors)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:
@@ -113,7 +122,7 @@ class HiddenRegathered(Function):
 
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, axis: Axis, *tensors: Optional) -> tuple[Tensor, ...]:
-        return _forward(ctx, x_sBD, all_gather(x_sBD, axis), axis, tensors)
+        return _forward(ctx, x_sBD, partial(all_gather, x_sBD, axis), axis, tensors)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Optional, ...]:

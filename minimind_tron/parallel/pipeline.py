@@ -5,12 +5,13 @@
 - Messages are posted in the order of the program, which ``messages.check`` proves safe even for sends that block; a receive that
   comes right after an action is posted before it, so that the message travels while the stage computes. A message carries its
   direction, chunk and microbatch in its tag.
-- A chunk's output, once it is sent, is kept by nobody: backward begins at the edge of the graph it came from, and no chunk's last
-  operation keeps its result. So a stage holds the graphs of the microbatches between their F and their B (or W), as many as the
-  simulator says, and messages under way, at most two to each neighbour.
-- Between neighbouring chunks on one stage nothing is sent; the graph is cut there as well, so that each chunk has its own backward.
+- A chunk is run segment by segment, forward and backward; see ``segments.py`` for what each keeps in between. A chunk's output,
+  once it is sent, is kept by nobody. So a stage holds what the segments keep of the microbatches between their F and their B (or
+  W), as many as the simulator says, and messages under way, at most two to each neighbour.
+- Between neighbouring chunks on one stage nothing is sent.
+- As soon as a segment's gradients of a microbatch are complete they are taken from the weights and summed; see ``zero.py``.
 - I runs a chunk's backward while ``linear.putting_off`` collects the weight gradients, W computes them. Everything else (norms,
-  biases) is summed in I.
+  biases) comes with I and is laid aside until then.
 
 The hidden state that travels is this rank's: under SP a shard of the sequence, so that no byte is sent twice.
 
@@ -20,14 +21,14 @@ empty tensor, here the graph is entered without it.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor, nn
 
 from minimind_tron.collectives import Parcel, Pending, start_exchange, start_receive, start_send
 from minimind_tron.config import ModelConfig
@@ -36,6 +37,8 @@ from minimind_tron.mesh import Axis
 from minimind_tron.parallel.linear import WeightWork, putting_off
 from minimind_tron.parallel.messages import Compute, Exchange, Message, Program, Receive, Send, communicate, consumed, halves
 from minimind_tron.parallel.schedules import Action, Schedule, build, forward_only, placement_of
+from minimind_tron.parallel.segments import AnyVisit, Segment
+from minimind_tron.parallel.zero import Masters
 from minimind_tron.topology import PipelineConfig
 
 # More sends than this to one stage, not yet received, and the sender waits: what it sent would pile up in its memory.
@@ -114,18 +117,46 @@ class Timed:
 
 @dataclass(frozen=True)
 class Work:
-    """What a pipeline runs: ``forward(chunk, x, microbatch)`` is a chunk's output, or the last one's loss; x is None for the first.
+    """What a pipeline runs: the segments of each chunk, on the model's view of each microbatch; the last one makes its loss.
 
     ``shape`` is that of the hidden states of a microbatch, as this rank holds them between chunks.
     """
 
-    forward: Callable[[int, Tensor | None, int], Tensor]
+    segments: Callable[[int], Sequence[Segment]]
+    view: Callable[[int], Any]
+    masters: Masters
     shape: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
 
 
 Piece = tuple[int, int]  # chunk, microbatch
+
+
+@dataclass(frozen=True)
+class PutOff:
+    """A segment's weight gradients that are not computed yet, and those that are: they are taken together."""
+
+    segment: Segment
+    works: list[WeightWork]
+    aside: list[tuple[nn.Parameter, Tensor]]
+
+    def catch_up(self) -> None:
+        """Compute what was put off; every gradient is with its weight then."""
+        for weight, gradient in self.aside:
+            weight.grad = gradient
+        for work in self.works:
+            work()
+
+
+def _laid_aside(segment: Segment) -> list[tuple[nn.Parameter, Tensor]]:
+    """The gradients that a segment's weights have by now, taken from them: those of another microbatch may come before W."""
+    found: list[tuple[nn.Parameter, Tensor]] = []
+    for weight in segment.weights:
+        if weight.grad is not None:
+            found.append((weight, weight.grad))
+            weight.grad = None
+    return found
 
 
 class _Stage:
@@ -138,9 +169,8 @@ class _Stage:
         self.local: dict[Message, Tensor] = {}
         self.receiving: dict[Message, Pending] = {}
         self.sending: dict[int, list[Pending]] = {}
-        self.inputs: dict[Piece, Tensor] = {}
-        self.edges: dict[Piece, GradientEdge] = {}
-        self.put_off: dict[Piece, list[WeightWork]] = {}
+        self.visits: dict[Piece, list[AnyVisit]] = {}
+        self.put_off: dict[Piece, list[PutOff]] = {}
         self.results: dict[int, Tensor] = {}
 
     # Messages
@@ -183,38 +213,58 @@ class _Stage:
         if action.kind == "F":
             self.forward(piece)
         elif action.kind == "W":
-            for work in self.put_off.pop(piece):
-                work()
+            for late in self.put_off.pop(piece):
+                late.catch_up()
+                self.work.masters.take(late.segment)
         elif action.kind == "I":
-            with putting_off() as self.put_off[piece]:
-                self.backward(piece)
+            self.put_off[piece] = []
+            for segment, run in self.backwards(piece):
+                with putting_off() as works:
+                    run()
+                self.put_off[piece].append(PutOff(segment, works, _laid_aside(segment)))
         else:
-            self.backward(piece)
+            for segment, run in self.backwards(piece):
+                run()
+                self.work.masters.take(segment)
 
     def forward(self, piece: Piece) -> None:
         chunk, microbatch = piece
-        x = None
-        if chunk:
-            x = self.local.pop(Message("activation", chunk - 1, microbatch))
-            if self.trains:
-                x = self.inputs[piece] = x.detach().requires_grad_()
-        y = self.work.forward(chunk, x, microbatch)
+        x = self.local.pop(Message("activation", chunk - 1, microbatch)) if chunk else None
+        view, segments = self.work.view(microbatch), self.work.segments(chunk)
+        visits = []
+        for segment, then in zip(segments, [*segments[1:], None], strict=True):
+            with self.work.masters.use(segment, then):
+                if self.trains:
+                    visits.append(segment.visit(segment, x, view))
+                    x = visits[-1].forward()
+                else:
+                    x = segment.run(x, view)
+        assert x is not None, f"chunk {chunk} has no segment"
         if self.trains:
-            self.edges[piece] = get_gradient_edge(y)
+            self.visits[piece] = visits
         if chunk == self.schedule.placement.chunks - 1:
-            self.results[microbatch] = y.detach()
+            self.results[microbatch] = x
         else:
-            self.local[Message("activation", chunk, microbatch)] = y.detach()
+            self.local[Message("activation", chunk, microbatch)] = x
 
-    def backward(self, piece: Piece) -> None:
+    def backwards(self, piece: Piece) -> Iterator[tuple[Segment, Callable[[], None]]]:
+        """Each segment, the last one first, and its backward, to be run before the next is asked for."""
         chunk, microbatch = piece
         last = chunk == self.schedule.placement.chunks - 1
         dy = torch.ones_like(self.results[microbatch]) if last else self.local.pop(Message("gradient", chunk + 1, microbatch))
-        torch.autograd.backward((self.edges.pop(piece),), (dy,))
+        visits = self.visits.pop(piece)
+
+        def run() -> None:
+            nonlocal dy
+            with self.work.masters.use(visit.segment, visits[-1].segment if visits else None):
+                dx = visit.backward(dy)
+            dy = dy if dx is None else dx
+
+        while visits:
+            visit = visits.pop()
+            yield visit.segment, run
         if chunk:
-            dx = self.inputs.pop(piece).grad
-            assert dx is not None, f"chunk {chunk} has no gradient for its input"
-            self.local[Message("gradient", chunk, microbatch)] = dx
+            self.local[Message("gradient", chunk, microbatch)] = dy
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
@@ -230,7 +280,7 @@ class _Stage:
 def run(schedule: Schedule, program: Program, axis: Axis, work: Work, timed: list[Timed] | None = None) -> dict[int, Tensor]:
     """Run this stage's part of a program; returns, by microbatch, what the last chunk made, and on other stages nothing.
 
-    Gradients are added to those the parameters have. ``timed`` takes when each action ran.
+    What becomes of the gradients is the masters' affair. ``timed`` takes when each action ran.
     """
     stage = _Stage(schedule, axis, work, timed)
     steps, posted = program[axis.rank], 0

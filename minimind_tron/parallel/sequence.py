@@ -11,13 +11,17 @@ must be divisible by tp; here the model pads it.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from minimind_tron import collectives
-from minimind_tron.collectives import gather_in, scatter_out, sum_out
+from minimind_tron.collectives import all_gather, gather_in, reduce_scatter, scatter_out, sum_out
 from minimind_tron.mesh import Axis
-from minimind_tron.parallel.linear import Linear, project
+from minimind_tron.parallel.linear import Linear, input_gradient, now_or_later, project, weight_gradient
+from minimind_tron.parallel.segments import kept
 
 
 def columns(x_sBD: Tensor, linears: Sequence[Linear], axis: Axis) -> tuple[Tensor, ...]:
@@ -35,6 +39,35 @@ def leave(partial_SBD: Tensor, axis: Axis) -> Tensor:
     Shapes: [S, B, D] -> [s, B, D]. Cost: one reduce-scatter forward, one all-gather backward, of S*B*D.
     """
     return scatter_out(partial_SBD, axis)
+
+
+class RowScatter(Function):
+    """A row linear's local GEMM and the reduce-scatter of its partial sums; backward an all-gather and two local GEMMs.
+
+    One Function, so that what is kept for a second forward is the shard of the sum, which need not be made twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_SBf: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(x_SBf, weight)
+        return kept(lambda: reduce_scatter(F.linear(x_SBf, weight), axis))
+
+    @staticmethod
+    def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:
+        x_SBf, weight = ctx.saved_tensors
+        dy_SBD = all_gather(dy_sBD.contiguous(), ctx.axis)
+        dx_SBf = input_gradient([dy_SBD], [weight])
+        (dw,) = now_or_later([weight], lambda: [weight_gradient(dy_SBD, x_SBf)])
+        return dx_SBf, dw, None
+
+
+def rows(x_SBf: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """Leave a region through a row linear's weight.
+
+    Shapes: x [S, B, f], weight [D, f] -> [s, B, D]. Cost: one reduce-scatter forward, one all-gather backward, of S*B*D.
+    """
+    return cast(Tensor, RowScatter.apply(x_SBf, weight, axis))
 
 
 def own(x_SB: Tensor, axis: Axis) -> Tensor:

@@ -9,13 +9,17 @@ Face's names, and share one entry.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
-from minimind_tron.collectives import copy_in, sum_out
+from minimind_tron.collectives import all_reduce, copy_in, sum_out
 from minimind_tron.config import ModelConfig
 from minimind_tron.mesh import Axis
-from minimind_tron.parallel.linear import Linear, project
+from minimind_tron.parallel.linear import Linear, input_gradient, now_or_later, project, weight_gradient
+from minimind_tron.parallel.segments import kept
 
 
 def columns(x_SBD: Tensor, linears: Sequence[Linear], axis: Axis) -> tuple[Tensor, ...]:
@@ -32,6 +36,34 @@ def leave(partial_SBD: Tensor, axis: Axis) -> Tensor:
     Shapes: [S, B, D] -> [S, B, D]. Cost: forward, one all-reduce of S*B*D.
     """
     return sum_out(partial_SBD, axis)
+
+
+class RowSum(Function):
+    """A row linear's local GEMM and the all-reduce of its partial sums; backward two local GEMMs.
+
+    One Function, so that what is kept for a second forward is the sum, which need not be made twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_SBf: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x_SBf, weight)
+        return kept(lambda: all_reduce(F.linear(x_SBf, weight), axis))
+
+    @staticmethod
+    def backward(ctx: Any, dy_SBD: Tensor) -> tuple[Tensor | None, ...]:
+        x_SBf, weight = ctx.saved_tensors
+        dy_SBD = dy_SBD.contiguous()
+        dx_SBf = input_gradient([dy_SBD], [weight])
+        (dw,) = now_or_later([weight], lambda: [weight_gradient(dy_SBD, x_SBf)])
+        return dx_SBf, dw, None
+
+
+def rows(x_SBf: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """Leave a region through a row linear's weight.
+
+    Shapes: x [S, B, f], weight [D, f] -> [S, B, D]. Cost: forward, one all-reduce of S*B*D.
+    """
+    return cast(Tensor, RowSum.apply(x_SBf, weight, axis))
 
 
 def own(x_SB: Tensor, axis: Axis) -> Tensor:
