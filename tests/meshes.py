@@ -1,10 +1,11 @@
 """The mesh of a pool's worker, made once per process since it makes process groups, and small things to run on it."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from minimind_tron.config import ModelConfig
 from minimind_tron.mesh import Axis, Mesh, build_mesh
@@ -65,6 +66,19 @@ def make_model(
     model = Model(config, mesh or tp_mesh(), strategy, dtype=dtype)
     initialise(model, seed=7, spread=0.1)
     return model
+
+
+def sum_by_hand(model: Model, gradient: Callable[[str, nn.Parameter], Tensor | None]) -> None:
+    """Let the masters sum gradients that no backward has made: those of one microbatch; None where a weight had no work."""
+    names, given = {id(weight): name for name, weight in model.named_parameters()}, set()
+    model.masters.begin(1)
+    for segments in reversed(model.segments.values()):
+        for segment in reversed(segments):
+            for weight in segment.weights:
+                weight.grad = None if id(weight) in given else gradient(names[id(weight)], weight)
+                given.add(id(weight))
+            model.masters.take(segment)
+    model.masters.finish()
 
 
 def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int = 0) -> Batch:

@@ -9,14 +9,13 @@ import torch
 from minimind_tron import ledger as ledgers
 from minimind_tron.collectives import all_reduce
 from minimind_tron.config import ModelConfig
-from minimind_tron.layout import layout_of
 from minimind_tron.ledger import Entry, ledger
-from minimind_tron.parallel.data import sum_gradients
 from minimind_tron.step import compute_gradients
 from minimind_tron.topology import MeshConfig, StrategyConfig
-from tests.meshes import STRATEGIES, make_model, mesh_of, random_batch, tiny, tp_mesh
+from tests.meshes import STRATEGIES, make_model, mesh_of, random_batch, sum_by_hand, tiny, tp_mesh
 
 B, S, ITEM = 2, 8, 8  # float64
+NORM = "self_attn.q_norm"
 Sent = Counter[tuple[str, bool, int]]  # how many collectives of a kind, in the backward or not, of so many sent bytes
 
 
@@ -25,12 +24,11 @@ def book(entries: list[Entry]) -> Sent:
 
 
 def record_model(config: ModelConfig, strategy: StrategyConfig, seq_len: int = S) -> tuple[Sent, list[Entry]]:
-    """A forward and backward, and then the gradient sums."""
+    """A forward and backward, and then the gradient sums over tp."""
     model, batch = make_model(config, strategy), random_batch(B, seq_len, config.vocab_size)
-    with ledger() as passes:
-        model(batch.ids_BS.T, batch.labels_BS.T).backward()
-    with ledger() as sums:
-        sum_gradients(model.parameters())
+    with ledger() as entries:
+        compute_gradients(model, batch, B)
+    passes, sums = [entry for entry in entries if entry.action], [entry for entry in entries if not entry.action]
     assert all(entry.axis == "tp" and 0 < entry.start_s <= entry.end_s for entry in passes)
     return book(passes), sums
 
@@ -170,37 +168,42 @@ def test_a_way_sends_its_closed_form(pool, mesh: MeshConfig, kv_heads: int, way:
 
 def summed_over_cp(mesh: MeshConfig) -> list[tuple[str, int]]:
     model = make_model(tiny(), mesh=mesh_of(mesh))
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
     with ledger() as entries:
-        sum_gradients(model.parameters())
-    return sorted((entry.axis, entry.sent_bytes) for entry in entries)
+        sum_by_hand(model, lambda _, weight: torch.ones_like(weight))
+    return [(entry.axis, entry.sent_bytes) for entry in entries]
 
 
 def test_gradients_are_summed_over_cp_once(pool) -> None:
-    numbers, norms = tiny().num_parameters, 2 * tiny().num_hidden_layers * tiny().head_width
-    assert pool(2).run(summed_over_cp, MeshConfig(cp_size=2)) == [[("cp", reduce(2, numbers))]] * 2
-    whole = 5 * tiny().hidden_size + tiny().vocab_size * tiny().hidden_size
-    share = whole + (numbers - whole - norms) // 2
-    expected = sorted([("cp", reduce(2, share)), ("cp", reduce(2, norms)), ("tp", reduce(2, norms))])
-    assert pool(4).run(summed_over_cp, MeshConfig(cp_size=2, tp_size=2)) == [expected] * 4
+    """One all-reduce a segment, in the order of the backward; what is a part over tp as well is summed over tp after that."""
+    norms, head, table = 2 * tiny().head_width, tiny().hidden_size, tiny().vocab_size * tiny().hidden_size
+    block = (tiny().num_parameters - head - table) // tiny().num_hidden_layers
+    expected = [("cp", reduce(2, numbers)) for numbers in (head, block, block, table)]
+    assert pool(2).run(summed_over_cp, MeshConfig(cp_size=2)) == [expected] * 2
+    whole = 2 * tiny().hidden_size + norms
+    share = whole + (block - whole) // 2
+    expected = [("cp", reduce(2, numbers)) for numbers in (head, share, share, table)]
+    after = [("tp", reduce(2, norms * tiny().num_hidden_layers))]
+    assert pool(4).run(summed_over_cp, MeshConfig(cp_size=2, tp_size=2)) == [expected + after] * 4
 
 
-def sum_of_missing_gradients() -> bool:
+def sum_of_missing_gradients(mesh: MeshConfig) -> tuple[list[int], bool]:
     """A weight without a gradient on one rank counts as zeros, and what is summed in bfloat16 is summed in float32."""
-    model = make_model(tiny(), dtype=torch.bfloat16)
-    norm = model.model.layers["0"].self_attn.q_norm.weight
-    assert layout_of(norm).partial
-    if tp_mesh().tp.rank == 1:
-        norm.grad = torch.ones_like(norm)
+    model = make_model(tiny(), dtype=torch.bfloat16, mesh=mesh_of(mesh))
     with ledger() as sums:
-        sum_gradients([norm])
-    assert [entry.sent_bytes for entry in sums] == [norm.numel() * 4]
-    return bool(norm.grad.eq(1).all())
+        sum_by_hand(model, lambda name, weight: torch.ones_like(weight) if model.mesh.rank == 1 and NORM in name else None)
+    found = model.masters.gradients()
+    right = all(gradient.eq(1.0 if NORM in name else 0.0).all() for name, (gradient, _) in found.items())
+    return [entry.sent_bytes for entry in sums], bool(right and len(found) == len(list(model.parameters())))
 
 
 def test_missing_gradients_count_as_zeros(pool) -> None:
-    assert pool(2).run(sum_of_missing_gradients) == [True, True]
+    norms = tiny().num_hidden_layers * 2 * tiny().head_width
+    for sent, right in pool(2).run(sum_of_missing_gradients, MeshConfig(tp_size=2)):
+        assert sent == [norms * 4]
+        assert right
+    for sent, right in pool(2).run(sum_of_missing_gradients, MeshConfig(cp_size=2)):
+        assert sum(sent) == tiny().num_parameters * 4
+        assert right
 
 
 def recorded_outside() -> int:

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,16 +23,18 @@ from minimind_tron.commands import validate
 from minimind_tron.config import BatchConfig, ModelConfig, OptimizerConfig
 from minimind_tron.interop import load_weights, save_hugging_face
 from minimind_tron.judge import Report
-from minimind_tron.layout import Layout
+from minimind_tron.layout import LaidOut, Layout, Storage, parameter
 from minimind_tron.ledger import ledger
 from minimind_tron.mesh import Axis, Mesh
 from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw
-from minimind_tron.parallel import pipeline
+from minimind_tron.parallel import pipeline, zero
 from minimind_tron.parallel.linear import multiply
 from minimind_tron.parallel.messages import Compute, Receive, produced
 from minimind_tron.parallel.pipeline import SENDS_UNDER_WAY, balanced, cut_layers, layer_costs
 from minimind_tron.parallel.schedules import NAMES, Action, Costs, simulate
+from minimind_tron.parallel.segments import Segment, Visit
+from minimind_tron.parallel.zero import Masters
 from minimind_tron.run_config import ValidateConfig
 from minimind_tron.sampling import greedy
 from minimind_tron.step import compute_gradients, evaluate, train_step
@@ -228,7 +230,7 @@ def test_narrow_dtypes_stay_within_the_noise_floor(pool: Pools, dtype: str) -> N
 WIDTH = 64
 
 
-def toy_forward(weights: list[Tensor], rows: int) -> Callable[[int, Tensor | None, int], Tensor]:
+def toy_forward(weights: list[LaidOut], rows: int) -> Callable[[int, Tensor | None, int], Tensor]:
     def forward(chunk: int, x: Tensor | None, microbatch: int) -> Tensor:
         y = multiply(randn(rows, WIDTH, seed=microbatch) if x is None else x, weights[chunk])
         return y.square().mean() if chunk == 1 else y
@@ -236,8 +238,11 @@ def toy_forward(weights: list[Tensor], rows: int) -> Callable[[int, Tensor | Non
     return forward
 
 
-def toy_weights() -> list[Tensor]:
-    return [randn(WIDTH, WIDTH, seed=100 + chunk).requires_grad_() for chunk in (0, 1)]
+def toy_weights() -> list[LaidOut]:
+    born = [parameter(Layout((WIDTH, WIDTH)), Storage(torch.float64, torch.device("cpu"))) for _ in (0, 1)]
+    for chunk, weight in enumerate(born):
+        weight.data.copy_(randn(WIDTH, WIDTH, seed=100 + chunk))
+    return born
 
 
 def large_messages(name: str, rows: int, m: int) -> bool:
@@ -249,8 +254,12 @@ def large_messages(name: str, rows: int, m: int) -> bool:
         loss.backward()
     axis = mesh_of(MeshConfig(pp_size=2)).pp
     schedule, program = pipeline.plan(PipelineConfig(pp_schedule=name), 2, m, True)
-    work = pipeline.Work(toy_forward(weights, rows), lambda _: (rows, WIDTH), torch.float64, torch.device("cpu"))
+    segments = [[Segment(str(i), [weights[i]], partial(toy_forward(weights, rows), i), Visit)] for i in (0, 1)]
+    masters = Masters({"weight": weights[axis.rank]}, segments[axis.rank], Axis("dp x cp"))
+    work = pipeline.Work(segments.__getitem__, lambda i: i, masters, lambda _: (rows, WIDTH), torch.float64, torch.device("cpu"))
+    masters.begin(m)
     found = pipeline.run(schedule, program, axis, work)
+    masters.finish()
     mine, other = weights[axis.rank], weights[1 - axis.rank]
     assert mine.grad is not None
     assert other.grad is None
@@ -583,20 +592,20 @@ def labels_of_the_next_microbatch() -> Any:
     right = step.run_pipeline
 
     def wrong(model: Any, pieces: Any, finish: Any, **others: Any) -> Any:
-        labels = [labels for _, labels in pieces]
-        turned = [(ids, labels[(i + 1) % len(labels)]) for i, (ids, _) in enumerate(pieces)]
+        labels = [piece.labels_SB for piece in pieces]
+        turned = [piece._replace(labels_SB=labels[(i + 1) % len(labels)]) for i, piece in enumerate(pieces)]
         return right(model, turned, finish, **others)
 
     return mock.patch.object(step, "run_pipeline", wrong)
 
 
 def tied_gradient_not_summed() -> Any:
-    right = step.sum_gradients
+    right = zero.sum_partial
 
-    def wrong(weights: Any) -> None:
-        right([w for w in weights if all(axis.name != "pp ends" for axis in w.whole.partial)])
+    def wrong(gradients: Any) -> None:
+        right([(gradient, axes) for gradient, axes in gradients if all(axis.name != "pp ends" for axis in axes)])
 
-    return mock.patch.object(step, "sum_gradients", wrong)
+    return mock.patch.object(zero, "sum_partial", wrong)
 
 
 def tied_weight_counted_twice() -> Any:
@@ -641,7 +650,8 @@ def weight_gradients_dropped() -> Any:
 
     def wrong(self: Any, action: Action) -> None:
         if action.kind == "W" and action.microbatch == 1:
-            self.put_off.pop((action.chunk, action.microbatch))
+            for late in self.put_off.pop((action.chunk, action.microbatch)):
+                self.work.masters.take(late.segment)
         else:
             right(self, action)
 

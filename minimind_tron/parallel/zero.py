@@ -228,6 +228,7 @@ class Masters:
 
         Cost: what is still under way, and the sums over other axes.
         """
+        assert not any(self._left.values()), "a microbatch's gradients were not taken"
         self._settle(0)
         found = self.gradients().values()
         sum_partial([(gradient, tuple(axis for axis in layout.partial if axis != self.axis)) for gradient, layout in found])
