@@ -1,6 +1,7 @@
 """validate on the workers of a pool, and the names of what it is run on."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import torch
 
 from minimind_tron.commands import validate
 from minimind_tron.judge import Report
+from minimind_tron.layout import layout_of
+from minimind_tron.model import Model, build_model
 from minimind_tron.run_config import ValidateConfig
 from tests.covering import Row
 from tests.meshes import mesh_of
@@ -42,6 +45,21 @@ def passes(pool: Pools, config: ValidateConfig) -> None:
     report = pool(config.mesh.world_size).run(on_rank, config)[0]
     assert config.compute_dtype != "float64" or report.rule == "exact"
     assert report.passed, validate.verdict(report)
+
+
+def without_sums(*names: str) -> Any:
+    """Parameters whose layout no longer says that their gradient is a part, over any axis."""
+
+    def built(*args: Any) -> Model:
+        found = build_model(*args)
+        for name, weight in found.named_parameters():
+            if any(part in name for part in names):
+                weight.whole = dataclasses.replace(layout_of(weight), partial=())
+        old = found.masters
+        found.masters = type(old)({name: kept.weight for name, kept in old.kept.items()}, old.segments, old.axis)
+        return found
+
+    return mock.patch.object(validate, "build_model", built)
 
 
 def name_of(row: Row) -> str:

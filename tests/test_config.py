@@ -94,6 +94,40 @@ REFUSALS = [
         "lower --min-learning-rate",
     ),
     (RunConfig, {"seed": -1}, "seed=-1 was given, at least 0 is wanted", "change --seed"),
+    (RunConfig, {"dropout": 1.0}, "dropout=1.0 was given, 0 <= dropout < 1 is wanted", "change --dropout"),
+    (RunConfig, {"dropout": -0.1}, "dropout=-0.1 was given, 0 <= dropout < 1 is wanted", "change --dropout"),
+    (
+        RunConfig,
+        {"precision": "mixed", "dtype": "bfloat16"},
+        "precision=mixed computes in bfloat16 and updates float32 masters, but dtype=bfloat16 was given",
+        "leave out --dtype, or use --precision full",
+    ),
+    (
+        RunConfig,
+        {"mesh": MeshConfig(dp_size=2), "batch": BatchConfig(micro_batch_size=4, global_batch_size=12)},
+        "global_batch_size=12 cannot be shared out over dp=2 in microbatches of 4",
+        "use --global-batch-size 8 or 16",
+    ),
+    (
+        RunConfig,
+        {"mesh": MeshConfig(dp_size=4), "batch": BatchConfig(micro_batch_size=8)},
+        "global_batch_size=8 cannot be shared out over dp=4 in microbatches of 8",
+        "use --global-batch-size 32, or --micro-batch-size 2",
+    ),
+    (
+        RunConfig,
+        {"mesh": MeshConfig(dp_size=8), "batch": BatchConfig(micro_batch_size=4)},
+        "global_batch_size=4 cannot be shared out over dp=8 in microbatches of 4",
+        "use --global-batch-size 32",
+    ),
+    (MeshConfig, {"dp_size": 0}, "dp_size=0 was given, at least 1 is wanted", "change --dp-size"),
+    (StrategyConfig, {"zero": 4}, "zero=4 was given: input should be 0, 1, 2 or 3", "change --zero"),
+    (
+        StrategyConfig,
+        {"recompute": "all"},
+        "recompute='all' was given: input should be 'none', 'block' or 'selective'",
+        "change --recompute",
+    ),
     (RunConfig, {"device": "tpu"}, "device='tpu' was given: input should be 'auto', 'cpu' or 'cuda'", "change --device"),
     (
         RunConfig,
@@ -127,7 +161,7 @@ REFUSALS = [
     ),
     *(
         (TrainConfig, {name: 0}, f"{name}=0 was given, at least 1 is wanted", f"change {flag(name)}")
-        for name in ("steps", "log_interval", "eval_interval", "eval_batches")
+        for name in ("steps", "log_interval", "eval_interval", "eval_batches", "max_skipped")
     ),
     (TrainConfig, {"sample_tokens": -1}, "sample_tokens=-1 was given, at least 0 is wanted", "change --sample-tokens"),
     (TrainConfig, {"steps": 3, "epochs": 1.0}, "steps=3 and epochs=1.0 were both given", "give --steps or --epochs"),
@@ -135,7 +169,12 @@ REFUSALS = [
     (TrainConfig, {"sample_prompt": ""}, "sample_prompt is empty, text to continue is wanted", "change --sample-prompt"),
     (TrainConfig, {"data": Path("gone.txt")}, "data=gone.txt is not there, a file is wanted", "change --data"),
     (TrainConfig, {"tokenizer": Path("gone")}, "tokenizer=gone is not there, a folder is wanted", "change --tokenizer"),
-    (TrainConfig, {"dtype": "bfloat16"}, "dtype='bfloat16' was given: input should be 'float64' or 'float32'", "change --dtype"),
+    (
+        TrainConfig,
+        {"dtype": "float16"},
+        "dtype='float16' was given: input should be 'float64', 'float32' or 'bfloat16'",
+        "change --dtype",
+    ),
     (ValidateConfig, {"optimizer_steps": -1}, "optimizer_steps=-1 was given, at least 0 is wanted", "change --optimizer-steps"),
     (ValidateConfig, {"log_interval": 0}, "log_interval=0 was given, at least 1 is wanted", "change --log-interval"),
     (ValidateConfig, {"atol": -1.0}, "atol=-1.0 was given, at least 0 is wanted", "change --atol"),

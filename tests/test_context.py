@@ -17,7 +17,6 @@ from minimind_tron.commands import validate
 from minimind_tron.config import BatchConfig, ModelConfig
 from minimind_tron.errors import TronError
 from minimind_tron.judge import Report
-from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Axis
 from minimind_tron.model import Model, initialise
 from minimind_tron.optim import build_adamw
@@ -32,7 +31,7 @@ from minimind_tron.tokens import Batch
 from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
 from tests.covering import Row, pairwise
 from tests.meshes import mesh_of, random_batch
-from tests.proving import Pools, name_of, on_rank, passes, rows_of
+from tests.proving import Pools, name_of, on_rank, passes, rows_of, without_sums
 
 WAYS = ("all_gather", "a2a", "ring")
 LAYOUTS = ("contiguous", "zigzag")
@@ -444,19 +443,6 @@ def ring_turned_round() -> Any:
         return right(x, dataclasses.replace(axis, rank=axis.size - 1 - axis.rank, ranks=axis.ranks[::-1]))
 
     return mock.patch.object(ring, "start_shift", wrong)
-
-
-def without_sums(*names: str) -> Any:
-    """Parameters whose layout no longer says that their gradient is a part."""
-
-    def built(*args: Any, **kwargs: Any) -> Model:
-        found = Model(*args, **kwargs)
-        for name, weight in found.named_parameters():
-            if any(part in name for part in names):
-                weight.whole = dataclasses.replace(layout_of(weight), partial=())
-        return found
-
-    return mock.patch.object(validate, "Model", built)
 
 
 def copies_counted_in_the_norm() -> Any:

@@ -27,6 +27,8 @@ from minimind_tron.model import choose_seams
 from minimind_tron.parallel import linear, ring
 from minimind_tron.parallel.context import SequenceMap, attend_by_heads, attend_gathered, attend_regathered
 from minimind_tron.parallel.overlap import HiddenReduce, HiddenRegathered, HiddenScatter, Regathered
+from minimind_tron.parallel.sequence import RowScatter
+from minimind_tron.parallel.tensor import RowSum
 from minimind_tron.parallel.vocab import VocabCrossEntropy, cross_entropy, look_up
 from tests.meshes import SIZES, STRATEGIES, randn, tp_mesh
 
@@ -57,6 +59,8 @@ ENTRIES = {
     "Regathered": (Regathered, False),
     "HiddenRegathered": (HiddenRegathered, False),
 }
+# Linear in x for a fixed weight: exits through a row linear. True: all ranks get the same sum.
+EXITS = {"RowSum": (RowSum, True), "RowScatter": (RowScatter, False)}
 # Attention of this rank's tokens, keys of other ranks included.
 ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, SequenceMap], Tensor]] = {
     "CausalAttention": attend_by_heads,
@@ -80,7 +84,8 @@ def found_functions() -> set[str]:
 
 
 def test_no_function_is_without_a_test() -> None:
-    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | ATTENTIONS.keys() | {"VocabCrossEntropy", "Multiply", "LookUp"}
+    others = {"VocabCrossEntropy", "Multiply", "LookUp"}
+    assert found_functions() == LINEAR.keys() | ENTRIES.keys() | EXITS.keys() | ATTENTIONS.keys() | others
 
 
 # Size 1
@@ -102,6 +107,14 @@ def test_gradcheck_of_entries(name: str) -> None:
     entry, _ = ENTRIES[name]
     tensors = (local((S, B, D), 0), local((F1, D), 1), local((F1,), 2), local((F2, D), 3))
     assert gradcheck(lambda x, w1, b1, w2: entry.apply(x, Axis("tp"), w1, b1, w2, None), tensors)
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_gradcheck_of_exits(name: str) -> None:
+    exit_, _ = EXITS[name]
+    tensors = (local((S, B, F1), 0), local((D, F1), 1))
+    assert gradcheck(lambda x, w: exit_.apply(x, w, Axis("tp")), tensors)
+    assert torch.equal(exit_.apply(*tensors, Axis("tp")), F.linear(*tensors))
 
 
 @pytest.mark.parametrize("bias", [None, local((F1,), 2)], ids=["no bias", "bias"])
@@ -143,6 +156,7 @@ PUT_OFF: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "Multiply": linear.multiply,
     "LookUp": lambda x, w, b: linear.look_up(x.detach().argmax(-1), w) * x + b[: x.shape[-1]],
     **{name: lambda x, w, b, entry=entry: entry.apply(x, Axis("tp"), w, b)[0] for name, (entry, _) in ENTRIES.items()},
+    **{name: lambda x, w, b, exit_=exit_: exit_.apply(x, w, Axis("tp")) + b for name, (exit_, _) in EXITS.items()},
 }
 
 
@@ -233,6 +247,38 @@ def entry_on_a_rank(name: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_adjoint_and_weights_of_entries(pool, name: str, size: int) -> None:
     ranks = pool(size).run(entry_on_a_rank, name)
+    assert sum(rank["forward"] for rank in ranks) == pytest.approx(sum(rank["backward"] for rank in ranks), rel=1e-12)
+    assert max(rank["apart"] for rank in ranks) < 1e-13
+
+
+def exit_on_a_rank(name: str) -> dict[str, object]:
+    """An exit's adjoint products, and its largest distances from dense autograd on whole tensors."""
+    axis = tp_mesh().tp
+    exit_, one_output = EXITS[name]
+    whole_x, whole_w = randn(S, B, F1, seed=0), randn(D, F1, seed=1)
+    x, w = (shard(whole.movedim(-1, 0), axis).movedim(0, -1).clone().requires_grad_() for whole in (whole_x, whole_w))
+    out = exit_.apply(x, w, axis)
+    dy = randn(*out.shape, seed=100 if one_output else 100 + axis.rank)
+    out.backward(dy)
+
+    dense_x, dense_w = whole_x.clone().requires_grad_(), whole_w.clone().requires_grad_()
+    y = F.linear(dense_x, dense_w)
+    y.backward(dy if one_output else torch.cat([randn(*out.shape, seed=100 + rank) for rank in range(axis.size)]))
+    wanted = [shard(t.grad.movedim(-1, 0), axis).movedim(0, -1) for t in (dense_x, dense_w)]
+    apart = [float((t.grad - want).abs().max()) for t, want in zip((x, w), wanted, strict=True)]
+    apart.append(float((out - (y if one_output else shard(y, axis))).detach().abs().max()))
+    first = axis.rank == 0
+    return {
+        "forward": float((dy * out.detach()).sum()) * (first or not one_output),
+        "backward": float((x.grad * x.detach()).sum()),
+        "apart": max(apart),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", EXITS)
+def test_adjoint_and_weights_of_exits(pool, name: str, size: int) -> None:
+    ranks = pool(size).run(exit_on_a_rank, name)
     assert sum(rank["forward"] for rank in ranks) == pytest.approx(sum(rank["backward"] for rank in ranks), rel=1e-12)
     assert max(rank["apart"] for rank in ranks) < 1e-13
 
@@ -403,7 +449,8 @@ def test_gradcheck_of_attention_over_two_ranks(pool, name: str, layout: str) -> 
 
 
 def fails_when_spoilt(kind: str, strategy: str, spoilt: str) -> bool:
-    function = {"CopyIn": CopyIn, "ScatterOut": ScatterOut, "HiddenReduce": HiddenReduce, "RingAttention": ring.RingAttention}[kind]
+    functions = {"CopyIn": CopyIn, "RowSum": RowSum, "RowScatter": RowScatter, "HiddenReduce": HiddenReduce}
+    function = {**functions, "RingAttention": ring.RingAttention}[kind]
     kept = function.backward
     wrong = {
         "no sum": lambda ctx, *dys: (dys[0], None),
@@ -426,7 +473,8 @@ def fails_when_spoilt(kind: str, strategy: str, spoilt: str) -> bool:
     ("kind", "strategy", "spoilt"),
     [
         ("CopyIn", "tp", "no sum"),
-        ("ScatterOut", "sp", "doubled"),
+        ("RowSum", "tp", "doubled"),
+        ("RowScatter", "sp", "doubled"),
         ("HiddenReduce", "tp-async", "doubled"),
         ("RingAttention", "zigzag", "doubled"),
     ],

@@ -121,11 +121,11 @@ def test_gradient_sums(pool, name: str, vocab_parallel: bool, kv_heads: int, siz
 
 
 def record_context(config: ModelConfig, mesh: MeshConfig, strategy: StrategyConfig, seq_len: int, dtype: torch.dtype) -> Sent:
-    """What a gradient pass sends over cp inside of actions, so without the sums of gradients."""
+    """What attention sends over cp in a gradient pass: the sums of gradients are the only all-reduces there."""
     model, batch = make_model(config, strategy, dtype, mesh_of(mesh)), random_batch(B, seq_len, config.vocab_size)
     with ledger() as entries:
         compute_gradients(model, batch, B)
-    return book([entry for entry in entries if entry.axis == "cp" and entry.action])
+    return book([entry for entry in entries if entry.axis == "cp" and entry.kind != "all_reduce"])
 
 
 def attention(way: str, cp: int, tokens: int, heads: tuple[int, int], strategy: StrategyConfig, item: int = ITEM) -> Sent:

@@ -22,6 +22,7 @@ ROOMS = [
     {"ledger"},
     {"collectives"},
     {"parallel"},
+    {"dropout", "layers"},
     {"model"},
     {"interop"},
     {"tokenizer"},
@@ -41,7 +42,16 @@ ROOMS = [
 # runtime knows the machine, not the model: it asks errors and place, which nobody else asks, and only these may ask it.
 WITH_RUNTIME = {"cli", "trainer", "commands"}
 # Files of parallel/ that others of parallel/ may import, and who may.
-SHARED = {"linear": None, "attention": None, "context": {"ring"}, "schedules": {"messages", "pipeline"}, "messages": {"pipeline"}}
+SHARED = {
+    "linear": None,
+    "attention": None,
+    "segments": None,
+    "context": {"ring"},
+    "schedules": {"messages", "pipeline"},
+    "messages": {"pipeline"},
+    "data": {"zero"},
+    "zero": {"pipeline"},
+}
 SENDS = {
     "all_gather",
     "all_gather_coalesced",

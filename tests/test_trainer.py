@@ -311,7 +311,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(tmp_path: Path, axi
 def test_steps_skipped_with_good_ones_between_do_not_end_a_run(tmp_path: Path) -> None:
     config = config_for(text_file(tmp_path), mesh=OVERFLOWS["dp"], max_skipped=2, sample_tokens=0)
     assert pool(2).run(train_with_overflows, config, (1, 3, 5), math.nan)[0][0].skipped == 3
-    with pytest.raises(Exception, match="step 4: .* 2 steps in a row were skipped"):
+    with pytest.raises(Exception, match=r"step 4: .* 2 steps in a row were skipped"):
         pool(2).run(train_with_overflows, config, (3, 4), math.nan)
 
 

@@ -19,7 +19,6 @@ from minimind_tron.config import BatchConfig, ModelConfig, OptimizerConfig
 from minimind_tron.errors import TronError
 from minimind_tron.interop import save_hugging_face
 from minimind_tron.judge import EXACT, Judge, Report, Run
-from minimind_tron.layout import layout_of
 from minimind_tron.mesh import Mesh
 from minimind_tron.model import Model
 from minimind_tron.parallel import vocab
@@ -28,7 +27,7 @@ from minimind_tron.runtime import World
 from minimind_tron.topology import MeshConfig, StrategyConfig
 from tests.covering import pairwise
 from tests.meshes import tp_mesh
-from tests.proving import Pools, name_of, on_rank
+from tests.proving import Pools, name_of, on_rank, without_sums
 
 SEAMS = {
     "tp": {"sequence_parallel": False},
@@ -128,19 +127,6 @@ def test_narrow_dtypes_stay_within_the_noise_floor(pool: Pools, dtype: str) -> N
 
 
 # Planted bugs: each is put in on every rank, and validate must say FAIL.
-
-
-def without_sums(*names: str) -> Any:
-    """Parameters whose layout no longer says that their gradient is a part."""
-
-    def build(*args: Any, **kwargs: Any) -> Model:
-        built = Model(*args, **kwargs)
-        for name, weight in built.named_parameters():
-            if any(part in name for part in names):
-                weight.whole = dataclasses.replace(layout_of(weight), partial=())  # type: ignore[attr-defined]
-        return built
-
-    return mock.patch.object(validate, "Model", build)
 
 
 def row_bias_on_every_rank() -> Any:

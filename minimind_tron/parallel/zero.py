@@ -198,13 +198,16 @@ class Masters:
                 self._sums[id(weight)].add_(kept.gradient())
             else:
                 self._sums[id(weight)] = kept.gradient().to(wider(weight.dtype))
-            weight.grad = None
-            self._left[id(weight)] -= 1
+            self._taken(weight)
             if not self._left[id(weight)] and not self._travels(layout_of(weight)):
                 kept.master.grad = self._sums.pop(id(weight))
         for bucket in self.homes[segment]:
             if not any(self._left[id(kept.weight)] for kept in bucket.kept):
                 self._start(bucket, [self._sums.pop(id(kept.weight)) for kept in bucket.kept])
+
+    def _taken(self, weight: LaidOut) -> None:
+        weight.grad = None
+        self._left[id(weight)] -= 1
 
     def _start(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         self._pending.append((bucket, self._start_sum(bucket, gradients)))
@@ -297,7 +300,7 @@ class CutGradients(CutStates):
         for bucket in self.uses[segment]:
             self._start(bucket, [kept.gradient() for kept in bucket.kept])
         for weight in segment.weights:
-            weight.grad = None
+            self._taken(weight)
         self._settle(SUMS_UNDER_WAY)
 
 
