@@ -62,14 +62,16 @@ def counts_here(layout: Layout, mesh: Mesh) -> bool:
 def global_norm(weights: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """The L2 norm of the whole gradient: every logical element once, whatever is replicated, tied, padded or missing.
 
+    Where any rank has a gradient that is infinite or not a number, be it a copy that does not count, no rank gets a number.
     Shapes: float64 scalar, bit-equal on every rank. Cost: one all-reduce of one number over each of tp, dp x cp and pp.
     """
     weights = list(weights)
     square = torch.zeros((), dtype=torch.float64, device=weights[0].device)
     for weight in weights:
         layout = layout_of(weight)
-        if weight.grad is not None and counts_here(layout, mesh):
-            square += layout.unpadded(weight.grad).double().square().sum()
+        if weight.grad is not None:
+            # Zero times a number is 0, and times infinity not a number: a copy counts as nothing, unless it is no number.
+            square += layout.unpadded(weight.grad).double().square().sum() * counts_here(layout, mesh)
     return sum_over(square, (mesh.tp, mesh.data, mesh.pp)).sqrt()
 
 

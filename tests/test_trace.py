@@ -117,7 +117,7 @@ def trace_a_step(path: Path, degrees: MeshConfig, name: str, microbatches: int) 
     initialise(model, 1)
     batch, adamw = random_batch(microbatches, 8, 37), build_adamw(model, OptimizerConfig())
     schedule = schedule_of(model, microbatches)
-    _, bubbles = traced(path, schedule, model.mesh, lambda timed: train_step(model, adamw, batch, 1, 1.0, timed))
+    _, bubbles = traced(path, schedule, model.mesh, lambda timed: train_step(model, adamw, batch, 1, 1.0, timed=timed))
     return schedule, bubbles
 
 
