@@ -25,6 +25,11 @@ class Storages(TorchDispatchMode):
                 self._count(x.untyped_storage())
         return made
 
+    def held(self) -> int:
+        """Bytes of those storages as they are now: one may have been freed or filled again under the tensors that have it."""
+        found = [seen() for seen in self._seen.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:
