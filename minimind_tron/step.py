@@ -177,8 +177,13 @@ def logits_of(model: Model, batch: Batch, micro_batch_size: int) -> Tensor:
     def finish(x_sBD: Tensor, labels_SB: Tensor) -> Tensor:
         return model.whole_logits(x_sBD, labels_SB.shape[0]).transpose(0, 1)
 
-    pieces = own_pieces(list(microbatches(batch, micro_batch_size, model)), model.mesh.dp)
+    dp, samples = model.mesh.dp, len(batch.ids_BS)
+    # Every rank takes as many microbatches of one size, so that what they find fits together; the first samples fill the last up.
+    size = min(micro_batch_size, -(-samples // dp.size))
+    indices = torch.arange(samples + -samples % (size * dp.size)) % samples
+    filled = Batch(batch.ids_BS[indices], batch.labels_BS[indices])
+    pieces = own_pieces(list(microbatches(filled, size, model)), dp)
     found = run_pipeline(model, pieces, finish, backward=False)
     shape = (sum(piece.ids_SB.shape[1] for piece in pieces), batch.ids_BS.shape[1], model.config.vocab_size)
     mine = torch.cat([found[i] for i in sorted(found)]) if found else model.storage.zeros(shape)
-    return all_gather(sum_over(mine, (model.mesh.pp,)), model.mesh.dp)[: len(batch.ids_BS)]
+    return all_gather(sum_over(mine, (model.mesh.pp,)), dp)[:samples]
