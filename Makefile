@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-full lint measure-pipeline measure-context clean
+.PHONY: demo test test-full lint measure-pipeline measure-context measure-zero clean
 
 demo: $(READY)  ## train the demo preset on 2 processes, then prove it equal to the dense model
 	rm -rf out/demo
@@ -28,6 +28,9 @@ measure-pipeline: $(READY)  ## the figures of pipelines in the docs: some minute
 
 measure-context: $(READY)  ## the figures of context parallelism in the docs: some minutes on two idle cores
 	$(BIN)/python -m measurements.context
+
+measure-zero: $(READY)  ## the figures of ZeRO and recomputation in the docs: a few minutes on two idle cores
+	$(BIN)/python -m measurements.zero
 
 lint: $(READY)
 	$(BIN)/ruff check minimind_tron tests measurements
