@@ -78,6 +78,28 @@ def test_without_a_cut_the_tensor_is_whole() -> None:
     assert layout.join([whole]) is whole
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (2, 3), (4, 2), (3, 8)])
+def test_every_real_element_is_kept_by_one_rank(parts: int, ranks: int, dim: int) -> None:
+    """Cut over tp with padding, and then over dp without: all that is kept, put together, is the whole tensor."""
+    whole = torch.arange(13 * 5, dtype=torch.float64).view(13, 5) + 1
+    kept_rows, found = 0, []
+    for piece in range(parts):
+        for rank in range(ranks):
+            cut = Cut(dim, Axis("tp", parts, piece, tuple(range(parts))), parts)
+            shard = Cut(0, Axis("dp", ranks, rank, tuple(range(ranks))), ranks)
+            layout = Layout((13, 5), cut=cut, shard=shard)
+            local = torch.full(layout.local_shape, -1.0, dtype=torch.float64)
+            fill_from(local, Layout((13, 5), cut=cut), whole[layout.region])
+            kept = layout.kept(local)
+            assert kept.shape[0] == layout.rows[1] - layout.rows[0]
+            assert kept.numel() == 0 or kept.untyped_storage().data_ptr() == local.untyped_storage().data_ptr(), "a view"
+            kept_rows += kept.shape[0]
+            found.append(layout.unpadded(kept).reshape(-1))
+    assert torch.equal(torch.cat(found).sort().values, whole.view(-1))
+    assert kept_rows == layout.local_shape[0] * parts, "padded rows are kept once, too"
+
+
 def test_a_parameter_carries_its_layout() -> None:
     layout = Layout((5, 2), cut=Cut(0, lonely(4, 1), 4))
     weight = parameter(layout, CPU64)
