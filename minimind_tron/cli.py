@@ -17,7 +17,8 @@ from minimind_tron import __version__
 from minimind_tron.config import Config, flag, nearest
 from minimind_tron.config_files import ALIASES, fields_of, from_toml, with_weights
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
+from minimind_tron.view_config import ScheduleConfig
 
 
 @dataclass(frozen=True)

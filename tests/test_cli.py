@@ -15,8 +15,9 @@ from minimind_tron import __version__, cli, runtime
 from minimind_tron.config import Config, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
 from minimind_tron.topology import MeshConfig
+from minimind_tron.view_config import ScheduleConfig
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,9 +13,9 @@ from minimind_tron.errors import TronError
 from minimind_tron.gantt import draw_html, draw_png, draw_text, panel_of
 from minimind_tron.parallel.messages import Compute, Exchange, Message, Program, Receive, Send, Step, check, communicate
 from minimind_tron.parallel.schedules import Action, Costs, Schedule, Timeline, build, simulate
-from minimind_tron.run_config import ScheduleConfig
 from minimind_tron.runtime import say
 from minimind_tron.topology import virtual_stages_of
+from minimind_tron.view_config import ScheduleConfig
 
 NARROWEST = 20
 
