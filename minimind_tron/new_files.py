@@ -1,6 +1,7 @@
-"""Files that a command is going to write: what cannot be one is refused before the work starts."""
+"""Files that a command is going to write: what cannot be one is refused before the work starts, or in one line."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from minimind_tron.config import flag
@@ -40,3 +41,18 @@ def try_to_write(name: str, path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise TronError(f"{name}: {path} cannot be written ({error.strerror})", f"change {_flag(name)}") from None
+
+
+def write(name: str, path: Path | None, draw: Callable[[Path], object]) -> list[Path]:
+    """Let something be drawn into a file, where one was asked for; which files there are now.
+
+    Raises: TronError for a file that cannot be written.
+    """
+    if path is None:
+        return []
+    try:
+        draw(path)
+    except OSError as error:
+        spelled = flag(name.removesuffix("_file"))
+        raise TronError(f"{spelled} {path} cannot be written ({error.strerror})", f"change {spelled}") from None
+    return [path]

@@ -1,19 +1,23 @@
 """What a command is told that draws and runs nothing: schedules, and a mesh; checked as ``config`` is."""
 
 from pathlib import Path
-from typing import Annotated, Self, get_args
+from typing import Annotated, ClassVar, Self, get_args
 
 import tyro
 from pydantic import model_validator
 
 from minimind_tron.config import Config, flag
+from minimind_tron.cut_config import CutConfig
 from minimind_tron.errors import TronError
 from minimind_tron.new_files import distinct, placed
+from minimind_tron.run_config import TrainConfig, ValidateConfig
 from minimind_tron.topology import ScheduleName, virtual_stages_of
 
 # Forwards in all drawings of one command, and times that can be drawn beside each other.
 DRAWABLE = 10_000
 COSTS = (1e-6, 1e6)
+# Ranks in a drawing of a mesh.
+MOST_RANKS = 1024
 
 
 class ScheduleConfig(Config):
@@ -77,3 +81,27 @@ class ScheduleConfig(Config):
                 f"{forwards} forwards were asked for in all schedules, and no eye can follow more than {DRAWABLE}",
                 "lower --pp-size or --num-microbatches, or give fewer of --pp-schedule",
             )
+
+
+class MeshCommandConfig(CutConfig):
+    """Show which rank holds what, without starting any rank."""
+
+    overlooks: ClassVar[tuple[type[Config], ...]] = (TrainConfig, ValidateConfig)
+    rank: int | None = None
+    """Show this rank in full, instead of the whole mesh."""
+    html: Path | None = None
+    """Where the mesh goes as a page of its own, with every rank in full."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._at_least(0, "rank")
+        ranks = self.mesh.world_size
+        if ranks > MOST_RANKS:
+            raise TronError(
+                f"{ranks} ranks were asked for, and no eye can follow more than {MOST_RANKS}",
+                "lower --dp-size: along it, ranks differ in their samples and in shards by ZeRO only",
+            )
+        if self.rank is not None and self.rank >= ranks:
+            raise TronError(f"rank={self.rank} was given, but the mesh has ranks 0 to {ranks - 1}", "change --rank")
+        placed("html", self.html)
+        return self
