@@ -7,7 +7,7 @@ What is counted is what is there from one microbatch to the next. Buckets under 
 masters that live for an update only, activations, and the step counters of AdamW are not.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -215,11 +215,3 @@ def holding_of(config: CutConfig, rank: int) -> Holding:
 def holdings_of(config: CutConfig) -> tuple[Holding, ...]:
     """What every rank would hold, in their order."""
     return tuple(holding_of(config, rank) for rank in range(config.mesh.world_size))
-
-
-def alike(holdings: Sequence[Holding], key: Callable[[Holding], Hashable]) -> list[tuple[int, ...]]:
-    """The ranks in groups of those for which the key is the same, in the order of their first ones."""
-    groups: dict[Hashable, list[int]] = {}
-    for holding in holdings:
-        groups.setdefault(key(holding), []).append(holding.rank)
-    return [tuple(group) for group in groups.values()]

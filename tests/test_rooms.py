@@ -37,6 +37,7 @@ ROOMS = [
     {"step"},
     {"judge", "oracle", "sampling"},
     {"holdings"},
+    {"sharing"},
     {"mesh_page", "mesh_text"},
     {"trainer"},
     {"commands"},
