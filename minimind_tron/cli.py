@@ -17,7 +17,8 @@ from minimind_tron import __version__
 from minimind_tron.config import Config, flag, nearest
 from minimind_tron.config_files import ALIASES, fields_of, from_toml, with_weights
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
+from minimind_tron.view_config import MeshCommandConfig, ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Command:
     while it runs the dense model. A command that needs no ranks has ``run(config)`` alone, and no timeout.
     """
 
+    name: str
     config: type[Config]
     summary: str
     timeout_s: float | None
@@ -36,13 +38,17 @@ class Command:
     @property
     def module(self) -> str:
         """Where ``check`` and ``run`` are."""
-        return f"minimind_tron.commands.{self.config.__name__.removesuffix('Config').lower()}"
+        return f"minimind_tron.commands.{self.name}"
 
 
 COMMANDS = {
-    "train": Command(TrainConfig, "train on text over any mesh, and export the model", 600.0),
-    "validate": Command(ValidateConfig, "prove the parallel model equal to the dense one", 6 * 3600.0),
-    "schedule": Command(ScheduleConfig, "draw pipeline schedules side by side, without running them", None),
+    command.name: command
+    for command in (
+        Command("train", TrainConfig, "train on text over any mesh, and export the model", 600.0),
+        Command("validate", ValidateConfig, "prove the parallel model equal to the dense one", 6 * 3600.0),
+        Command("schedule", ScheduleConfig, "draw pipeline schedules side by side, without running them", None),
+        Command("mesh", MeshCommandConfig, "show which rank holds what, without starting any", None),
+    )
 }
 USAGE = f"""usage: minimind-tron COMMAND [flags]      (the same as python -m minimind_tron)
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -29,6 +29,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 class Config(BaseModel):
     """A frozen record whose mistakes are TronErrors that name the flag."""
+
+    overlooks: ClassVar[tuple[type["Config"], ...]] = ()
+    """Configs whose keys may stand in a file for this one, too, and mean nothing here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -76,6 +76,8 @@ def from_toml(kind: type[C], path: Path, given: Collection[str] = ()) -> C:
     for name, other in (*ALTERNATIVES, *((b, a) for a, b in ALTERNATIVES)):
         if name in given:
             values.pop(other, None)
+    overlooked = {name for other in kind.overlooks for name in fields_of(other)} - known.keys()
+    values = {name: value for name, value in values.items() if name not in overlooked}
     for name, value in values.items():
         if name not in known and isinstance(value, dict):
             raise TronError(f"[{name}] in {path} is a table, and keys stand at the top level", f"remove the line [{name}]")

@@ -82,6 +82,13 @@ class Layout:
             region[self.cut.dim] = slice(*self.cut.rows(self.shape[self.cut.dim], self.cut.piece))
         return tuple(region)
 
+    @property
+    def kept_region(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end, in every dim of the whole tensor, of the real elements that this rank keeps."""
+        (first, *others), (begin, end) = self.region, self.rows
+        real = tuple(min(first.start + row, first.stop) for row in (begin, end))
+        return ((real[0], real[1]), *((part.start, part.stop) for part in others))
+
     def unpadded(self, kept: Tensor) -> Tensor:
         """The real elements of what this rank keeps, as a view."""
         begin, end = self.rows

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -75,23 +76,27 @@ def rank_lines(degrees: dict[str, int], name: str) -> list[tuple[int, ...]]:
     return [tuple(start + i * strides[name] for i in range(degrees[name])) for start in starts]
 
 
-def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]], timeout: timedelta | None) -> Axis:
+# Makes the process group of a line of an axis, given the axis's name and the line; asked for lines of more than one rank only.
+MakeGroup = Callable[[str, tuple[int, ...]], "dist.ProcessGroup | None"]
+
+
+def _axis_of(rank: int, name: str, lines: list[tuple[int, ...]], make_group: MakeGroup) -> Axis:
     """Make a group for every line, and give this rank the axis of its own; all ranks make all groups, in one order."""
     mine = None
     for line in lines:
-        group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
+        group = make_group(name, line) if len(line) > 1 else None
         if rank in line:
             mine = Axis(name, len(line), line.index(rank), line, group)
     assert mine is not None, f"rank {rank} is on no line of {name}"
     return mine
 
 
-def _ends_of(rank: int, pp: Axis, lines: list[tuple[int, ...]], timeout: timedelta | None) -> Axis:
+def _ends_of(rank: int, pp: Axis, lines: list[tuple[int, ...]], make_group: MakeGroup) -> Axis:
     """The axis of the first and the last stage of every pipeline; with two stages their group is that of the pipeline."""
     if pp.size <= 2:
         return Axis("pp ends", pp.size, pp.rank, pp.ranks, pp.group)
     alone: list[tuple[int, ...]] = [(between,) for line in lines for between in line[1:-1]]
-    return _axis_of(rank, "pp ends", [*((line[0], line[-1]) for line in lines), *alone], timeout)
+    return _axis_of(rank, "pp ends", [*((line[0], line[-1]) for line in lines), *alone], make_group)
 
 
 def data_lines(degrees: dict[str, int]) -> list[tuple[int, ...]]:
@@ -100,31 +105,53 @@ def data_lines(degrees: dict[str, int]) -> list[tuple[int, ...]]:
     return [tuple(rank for start in line for rank in inner[start]) for line in outer if line[0] in inner]
 
 
-def _data_of(rank: int, axes: dict[str, Axis], degrees: dict[str, int], timeout: timedelta | None) -> Axis:
+def _data_of(rank: int, axes: dict[str, Axis], degrees: dict[str, int], make_group: MakeGroup) -> Axis:
     """The axis over dp and cp; where one of them has a single rank, the other one is it, group and all."""
     for name, other in (("dp", "cp"), ("cp", "dp")):
         if degrees[name] == 1:
             return axes[other]
-    return _axis_of(rank, "dp x cp", data_lines(degrees), timeout)
+    return _axis_of(rank, "dp x cp", data_lines(degrees), make_group)
+
+
+def _construct(config: MeshConfig, rank: int, make_group: MakeGroup) -> Mesh:
+    """The mesh as a rank sees it; whatever makes, records or leaves out process groups comes through here."""
+    if config.world_size == 1:
+        return Mesh()
+    axes = {name: _axis_of(rank, name, rank_lines(config.degrees, name), make_group) for name in AXES}
+    tp = axes["tp"]
+    for parts in divisors(tp.size)[1:-1]:
+        share = tp.size // parts
+        pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
+        tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces, make_group)
+    data = _data_of(rank, axes, config.degrees, make_group)
+    return Mesh(**axes, data=data, ends=_ends_of(rank, axes["pp"], rank_lines(config.degrees, "pp"), make_group))
 
 
 def build_mesh(config: MeshConfig, rank: int, world_size: int, timeout_s: float | None = None) -> Mesh:
     """The mesh of a running job; ``timeout_s`` is how long a rank waits for another, torch's half an hour unless given.
 
     Cost: one process group for every line of every axis longer than 1, for every plane of dp and cp where both are, and for the
-    divisors of tp that kv heads may need.
+    divisors of tp that kv heads may need; see ``groups_in_order``.
     Raises: TronError when the degrees do not multiply to the world size.
     """
     config.check_world(world_size)
-    if world_size == 1:
-        return Mesh()
     # A new group does not inherit the timeout of the default one.
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    axes = {name: _axis_of(rank, name, rank_lines(config.degrees, name), timeout) for name in AXES}
-    tp = axes["tp"]
-    for parts in divisors(tp.size)[1:-1]:
-        share = tp.size // parts
-        pieces = [line[i : i + share] for line in rank_lines(config.degrees, "tp") for i in range(0, tp.size, share)]
-        tp.sharers[parts] = _axis_of(rank, f"tp/{parts}", pieces, timeout)
-    data = _data_of(rank, axes, config.degrees, timeout)
-    return Mesh(**axes, data=data, ends=_ends_of(rank, axes["pp"], rank_lines(config.degrees, "pp"), timeout))
+    return _construct(config, rank, lambda _, line: dist.new_group(list(line), timeout=timeout))
+
+
+def view_mesh(config: MeshConfig, rank: int) -> Mesh:
+    """The mesh as a rank of a job would see it, without the job: axes as in ``build_mesh``, and no process group."""
+    return _construct(config, rank, lambda name, line: None)
+
+
+def groups_in_order(config: MeshConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Every process group of a job, as its axis and its ranks, in the order in which all ranks make them."""
+    made: list[tuple[str, tuple[int, ...]]] = []
+
+    def record(name: str, line: tuple[int, ...]) -> None:
+        made.append((name, line))
+
+    # All ranks make all groups, so any rank would do.
+    _construct(config, 0, record)
+    return made

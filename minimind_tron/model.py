@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minimind_tron.collectives import all_gather, gather_copies, sum_out
 from minimind_tron.config import ModelConfig
+from minimind_tron.cut_config import CutConfig
 from minimind_tron.dropout import Noise, Tokens, drop
 from minimind_tron.errors import TronError
 from minimind_tron.layers import Attend, Block, RMSNorm, rotary_angles
@@ -30,7 +31,6 @@ from minimind_tron.parallel.schedules import placement_of
 from minimind_tron.parallel.segments import AnyVisit, Segment, Visit, VisitAgain, VisitKept
 from minimind_tron.parallel.vocab import IGNORED, check_ids, check_shape, wide
 from minimind_tron.parallel.zero import STAGES
-from minimind_tron.run_config import RunConfig
 from minimind_tron.topology import PipelineConfig, Recompute, StrategyConfig
 
 # What a block keeps of a microbatch until its backward.
@@ -339,7 +339,7 @@ def initialise(model: Model, seed: int, spread: float = 0.0) -> None:
         model.masters.fill(name, draw(name, layout, seed, spread)[layout.region])
 
 
-def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Model:
+def build_model(config: CutConfig, mesh: Mesh, device: torch.device) -> Model:
     """The model of a run, not filled yet."""
     master_dtype = getattr(torch, config.master_dtype) if config.master_dtype else None
     dtype = getattr(torch, config.compute_dtype)

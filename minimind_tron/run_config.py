@@ -1,32 +1,20 @@
 """What a command is told: a model on a mesh and what is to be done with it; checked as ``config`` is, without importing torch."""
 
-import os
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Self
 
 import tyro
 from pydantic import model_validator
 
-from minimind_tron.config import BatchConfig, Config, Device, Dtype, ModelConfig, OptimizerConfig, flag
+from minimind_tron.config import Device, Dtype, ModelConfig, OptimizerConfig, flag
+from minimind_tron.cut_config import CutConfig
 from minimind_tron.errors import TronError
-from minimind_tron.topology import (
-    MeshConfig,
-    PipelineConfig,
-    ScheduleName,
-    StrategyConfig,
-    check_cut,
-    check_depth,
-    check_heads,
-    virtual_stages_of,
-)
+from minimind_tron.new_files import distinct, placed, try_to_write
 
 DEFAULT_STEPS = 1000
 DEFAULT_SAMPLE = 200
 # What train writes into its folder.
 OUTPUTS = ("config.toml", "loss.png", "metrics.jsonl", "model", "sample.txt")
-# Forwards in all drawings of one command, and times that can be drawn beside each other.
-DRAWABLE = 10_000
-COSTS = (1e-6, 1e6)
 
 
 def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> None:
@@ -34,63 +22,19 @@ def _existing(name: str, path: Path | None, kinds: str = "file or folder") -> No
         raise TronError(f"{name}={path} is not there, a {kinds} is wanted", f"change {flag(name)}")
 
 
-def _flag(name: str) -> str:
-    return flag(name.removesuffix("_file"))
-
-
-def _placed(name: str, path: Path | None, made: Path | None = None) -> None:
-    """Refuse a path that cannot be a new file; the folder ``made`` need not be there yet."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise TronError(f"{name}={path} is a folder, a file is wanted", f"change {_flag(name)}")
-    if not path.parent.is_dir() and path.parent != made:
-        raise TronError(f"{name}={path}: the folder {path.parent} is not there", f"make it, or change {_flag(name)}")
-
-
-def _distinct(files: dict[str, tuple[Path, ...]]) -> None:
-    """Refuse one file for two things."""
-    taken: dict[str, str] = {}
-    for name, paths in files.items():
-        for path in paths:
-            other = taken.setdefault(os.path.abspath(path), name)
-            if other != name:
-                raise TronError(f"{path} would be written for {other} and for {name}", f"change {_flag(name)}")
-
-
-def _try_to_write(name: str, path: Path) -> None:
-    new = not path.exists()
-    try:
-        path.open("a").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise TronError(f"{name}: {path} cannot be written ({error.strerror})", f"change {_flag(name)}") from None
-
-
 def trace_files(path: Path | None) -> tuple[Path, ...]:
     """The trace, its picture and its page."""
     return () if path is None else (path, path.with_suffix(".png"), path.with_suffix(".html"))
 
 
-class RunConfig(Config):
+class RunConfig(CutConfig):
     """What train and validate have in common: a model, on a mesh, on a device."""
 
-    usual_dtype: ClassVar[Dtype] = "float32"
-    model: ModelConfig = ModelConfig()
-    mesh: MeshConfig = MeshConfig()
-    strategy: StrategyConfig = StrategyConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: int = 42
     """Decides the weights at step 0, the order of the samples, and what is dropped."""
-    dtype: Dtype | None = None
-    """Type of weights, activations and messages; float32 in train and float64 in validate unless given."""
     device: Device = "auto"
     """auto takes the GPU where there is one."""
-    precision: Literal["full", "mixed"] = "full"
-    """mixed computes in bfloat16 and updates float32 masters of the weights; full does all in --dtype."""
     dropout: float = 0.0
     """Probability with which an element of the embedding's or of an attention block's output is dropped, in training steps."""
     trace: Path | None = None
@@ -101,62 +45,15 @@ class RunConfig(Config):
         self._at_least(0, "seed")
         if not 0 <= self.dropout < 1:
             raise TronError(f"dropout={self.dropout} was given, 0 <= dropout < 1 is wanted", "change --dropout")
-        if self.precision == "mixed" and self.dtype not in (None, "float32"):
-            raise TronError(
-                f"precision=mixed computes in bfloat16 and updates float32 masters, but dtype={self.dtype} was given",
-                "leave out --dtype, or use --precision full",
-            )
-        self._check_batch()
-        self.check_model()
         if self.trace is not None and self.trace.suffix.lower() != ".json":
             raise TronError(f"trace={self.trace} is not a .json file", "change --trace")
-        _placed("trace", self.trace, self.made)
+        placed("trace", self.trace, self.made)
         return self
-
-    def _check_batch(self) -> None:
-        dp, size, samples = self.mesh.dp_size, self.batch.micro_batch_size, self.batch.samples
-        if samples % (dp * size):
-            least = dp * size
-            sizes = sorted({max(least, samples // least * least), samples // least * least + least})
-            smaller = f", or --micro-batch-size {samples // dp}" if samples % dp == 0 and samples // dp < size else ""
-            raise TronError(
-                f"global_batch_size={samples} cannot be shared out over dp={dp} in microbatches of {size}",
-                f"use --global-batch-size {' or '.join(map(str, sizes))}{smaller}",
-            )
-
-    @property
-    def passes(self) -> int:
-        """Microbatches of one rank in a step."""
-        return self.batch.passes // self.mesh.dp_size
-
-    @property
-    def compute_dtype(self) -> Dtype:
-        """Type of weights, activations and messages."""
-        return "bfloat16" if self.precision == "mixed" else self.dtype or self.usual_dtype
-
-    @property
-    def master_dtype(self) -> Dtype | None:
-        """Type of the masters that are kept beside the weights, where there are any."""
-        return "float32" if self.precision == "mixed" else None
 
     @property
     def made(self) -> Path | None:
         """The folder that the run makes before it writes."""
         return None
-
-    def check_model(self) -> None:
-        """Refuse a model that the mesh cannot cut, and samples longer than its positions.
-
-        Raises: TronError.
-        """
-        check_cut(self.model, self.mesh)
-        check_heads(self.model, self.mesh, self.strategy)
-        check_depth(self.model, self.mesh.pp_size, self.pipeline)
-        if self.batch.seq_len > self.model.max_position_embeddings:
-            raise TronError(
-                f"seq_len={self.batch.seq_len} is beyond max_position_embeddings={self.model.max_position_embeddings}",
-                "lower --seq-len or raise --max-position-embeddings",
-            )
 
     def check_before_start(self) -> None:
         """What only the process that starts the ranks, or rank 0, may ask; see the commands.
@@ -167,7 +64,7 @@ class RunConfig(Config):
             if path.exists():
                 raise TronError(f"trace={self.trace} would replace {path}", "remove it, or change --trace")
             if path.parent != self.made or path.parent.is_dir():
-                _try_to_write("trace", path)
+                try_to_write("trace", path)
 
 
 def describe_numbers(config: RunConfig) -> str:
@@ -226,7 +123,7 @@ class TrainConfig(RunConfig):
         if self.data is not None and self.data.is_file() and not self.data.stat().st_size:
             raise TronError(f"data={self.data} is empty", "set --data to a .txt or .jsonl file with text")
         _existing("tokenizer", self.tokenizer, "folder")
-        _distinct({"output_dir": tuple(self.output_dir / name for name in OUTPUTS), "trace": trace_files(self.trace)})
+        distinct({"output_dir": tuple(self.output_dir / name for name in OUTPUTS), "trace": trace_files(self.trace)})
         return self
 
     @property
@@ -280,8 +177,8 @@ class ValidateConfig(RunConfig):
         if self.batch.seq_len < 2:
             raise TronError("seq_len=1 was given, and a single position has no gradient for q and k", "use --seq-len 2 or more")
         _existing("weights", self.weights)
-        _placed("json_file", self.json_file)
-        _distinct({"trace": trace_files(self.trace), "json_file": (self.json_file,) if self.json_file else ()})
+        placed("json_file", self.json_file)
+        distinct({"trace": trace_files(self.trace), "json_file": (self.json_file,) if self.json_file else ()})
         if self.trace is not None and not (self.check_backward and self.optimizer_steps):
             raise TronError("trace was given, but no optimizer step", "raise --optimizer-steps, or leave out --trace")
         return self
@@ -293,7 +190,7 @@ class ValidateConfig(RunConfig):
         """
         super().check_before_start()
         if self.json_file is not None:
-            _try_to_write("json_file", self.json_file)
+            try_to_write("json_file", self.json_file)
 
     def check_model(self) -> None:
         """Refuse a model that the mesh cannot cut, once it is known: a folder of weights brings its own.
@@ -311,66 +208,3 @@ class ValidateConfig(RunConfig):
         known = self.model_copy(update={"model": model})
         RunConfig.check_model(known)
         return known
-
-
-class ScheduleConfig(Config):
-    """Draw pipeline schedules side by side, without running them."""
-
-    pp_size: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
-    """Stages."""
-    pp_schedule: tuple[ScheduleName, ...] = get_args(ScheduleName)
-    """One schedule or several; all unless given."""
-    virtual_stages: int | None = None
-    """Chunks of the model on each stage, for interleaved: 2 unless given."""
-    num_microbatches: int = 8
-    """Microbatches of a step."""
-    cost_forward: float = 1.0
-    """Time of a stage's forward of one microbatch."""
-    cost_input_gradient: float = 1.0
-    """Time of a stage's input gradient."""
-    cost_weight_gradient: float = 1.0
-    """Time of a stage's weight gradient."""
-    cost_message: float = 0.0
-    """Time of a message between stages; it keeps nobody busy."""
-    png: Path | None = None
-    """Where the drawing goes as a picture."""
-    html: Path | None = None
-    """Where the drawing goes as a page of its own, with what every action waited for."""
-    json_file: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
-    """Where schedules, messages and times go as JSON."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self._at_least(1, "pp_size", "virtual_stages", "num_microbatches")
-        files = {name: getattr(self, name) for name in ("png", "html", "json_file")}
-        for name, path in files.items():
-            _placed(name, path)
-        _distinct({name: (path,) for name, path in files.items() if path})
-        if not self.pp_schedule:
-            raise TronError("pp_schedule names no schedule", f"give one of {', '.join(get_args(ScheduleName))}")
-        if self.virtual_stages is not None and "interleaved" not in self.pp_schedule:
-            raise TronError(
-                f"virtual_stages={self.virtual_stages} was given, and only interleaved takes a number of them",
-                "leave it out, or add interleaved to --pp-schedule",
-            )
-        self._check_costs()
-        self._check_size()
-        return self
-
-    def _check_costs(self) -> None:
-        for name in ("cost_forward", "cost_input_gradient", "cost_weight_gradient", "cost_message"):
-            value = getattr(self, name)
-            least = COSTS[0] if name == "cost_forward" or value else 0.0
-            if not least <= value <= COSTS[1]:
-                zero = "" if name == "cost_forward" else "0, or "
-                raise TronError(f"{name}={value} was given, {zero}{COSTS[0]:g} to {COSTS[1]:g} is wanted", f"change {flag(name)}")
-
-    def _check_size(self) -> None:
-        asked = {"interleaved": self.virtual_stages}
-        virtual = [virtual_stages_of(name, asked.get(name)) for name in dict.fromkeys(self.pp_schedule)]
-        forwards = self.pp_size * self.num_microbatches * sum(virtual)
-        if forwards > DRAWABLE:
-            raise TronError(
-                f"{forwards} forwards were asked for in all schedules, and no eye can follow more than {DRAWABLE}",
-                "lower --pp-size or --num-microbatches, or give fewer of --pp-schedule",
-            )

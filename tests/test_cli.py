@@ -15,8 +15,9 @@ from minimind_tron import __version__, cli, runtime
 from minimind_tron.config import Config, ModelConfig, flag
 from minimind_tron.config_files import fields_of, flatten, to_toml
 from minimind_tron.errors import TronError
-from minimind_tron.run_config import RunConfig, ScheduleConfig, TrainConfig, ValidateConfig
+from minimind_tron.run_config import RunConfig, TrainConfig, ValidateConfig
 from minimind_tron.topology import MeshConfig
+from minimind_tron.view_config import ScheduleConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,8 +156,8 @@ def test_a_written_config_runs_again(tmp_path: Path) -> None:
 
 MISTAKES = [
     ("trian", "trian is not a command; did you mean train?"),
-    ("frobnicate", "frobnicate is not a command; use one of train, validate, schedule, env"),
-    ("env x", "x was given to env, which takes nothing; use one of train, validate, schedule, env"),
+    ("frobnicate", "frobnicate is not a command; use one of train, validate, schedule, mesh, env"),
+    ("env x", "x was given to env, which takes nothing; use one of train, validate, schedule, mesh, env"),
     ("train --hiden-size 4", "--hiden-size is not a known flag; did you mean --hidden-size?"),
     ("train --hiden_size=4", "--hiden_size=4 is not a known flag; did you mean --hidden-size?"),
     ("validate --optimiser-steps 4", "--optimiser-steps is not a known flag; did you mean --optimizer-steps?"),

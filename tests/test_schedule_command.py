@@ -12,7 +12,7 @@ import pytest
 from minimind_tron.commands.schedule import ideal_bubble, run, table
 from minimind_tron.errors import TronError
 from minimind_tron.parallel.schedules import NAMES, Costs, build, simulate
-from minimind_tron.run_config import ScheduleConfig
+from minimind_tron.view_config import ScheduleConfig
 
 
 def result_of(tmp_path: Path, **values: Any) -> dict[str, Any]:

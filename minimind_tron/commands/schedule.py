@@ -2,20 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minimind_tron.config import flag
 from minimind_tron.config_files import flatten
-from minimind_tron.errors import TronError
 from minimind_tron.gantt import draw_html, draw_png, draw_text, panel_of
+from minimind_tron.new_files import write
 from minimind_tron.parallel.messages import Compute, Exchange, Message, Program, Receive, Send, Step, check, communicate
 from minimind_tron.parallel.schedules import Action, Costs, Schedule, Timeline, build, simulate
-from minimind_tron.run_config import ScheduleConfig
 from minimind_tron.runtime import say
 from minimind_tron.topology import virtual_stages_of
+from minimind_tron.view_config import ScheduleConfig
 
 NARROWEST = 20
 
@@ -167,17 +165,6 @@ def _simulated(name: Any, config: ScheduleConfig, costs: Costs) -> _Drawn:
     return _Drawn(schedule, simulate(schedule, costs), program)
 
 
-def _write(name: str, path: Path | None, draw: Callable[[Path], object]) -> list[Path]:
-    if path is None:
-        return []
-    try:
-        draw(path)
-    except OSError as error:
-        spelled = flag(name.removesuffix("_file"))
-        raise TronError(f"{spelled} {path} cannot be written ({error.strerror})", f"change {spelled}") from None
-    return [path]
-
-
 def run(config: ScheduleConfig) -> ScheduleResult:
     """Simulate, prove free of deadlock, draw, print, and write the files that were asked for.
 
@@ -195,9 +182,9 @@ def run(config: ScheduleConfig) -> ScheduleResult:
         path.write_text(json.dumps({"config": flatten(config), "schedules": schedules}, indent=1) + "\n", encoding="utf-8")
 
     title = f"Pipeline schedules: {config.pp_size} stages, {config.num_microbatches} microbatches"
-    files = _write("png", config.png, lambda path: draw_png(panels, path))
-    files += _write("html", config.html, lambda path: draw_html(panels, path, title))
-    files += _write("json_file", config.json_file, write_json)
+    files = write("png", config.png, lambda path: draw_png(panels, path))
+    files += write("html", config.html, lambda path: draw_html(panels, path, title))
+    files += write("json_file", config.json_file, write_json)
     if files:
         say(f"wrote {', '.join(map(str, files))}")
     return ScheduleResult(summaries, tuple(files))

@@ -1,0 +1,197 @@
+"""Which ranks hold the same, and what each coordinate of a mesh decides: holdings put into words, for all drawings.
+
+Every sentence comes from comparing what ranks hold, range by range; none from the degrees of the mesh.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from minimind_tron.cut_config import CutConfig
+from minimind_tron.holdings import Amount, Extent, Holding, Part, Range
+from minimind_tron.topology import describe_switches
+
+# Groups of ranks that a sentence names, and ranks of each.
+NAMED_GROUPS, NAMED_RANKS = 4, 8
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def alike(holdings: Sequence[Holding], key: Callable[[Holding], Hashable]) -> list[tuple[int, ...]]:
+    """The ranks in groups of those for which the key is the same, in the order of their first ones."""
+    groups: dict[Hashable, list[int]] = {}
+    for holding in holdings:
+        groups.setdefault(key(holding), []).append(holding.rank)
+    return [tuple(group) for group in groups.values()]
+
+
+# Numbers in words
+
+
+def span(piece: Range | None) -> str:
+    """A range as first-last, both included."""
+    if piece is None or piece[0] == piece[1]:
+        return "none"
+    return str(piece[0]) if piece[1] - piece[0] == 1 else f"{piece[0]}-{piece[1] - 1}"
+
+
+def spans(pieces: Iterable[Range]) -> str:
+    """Several ranges."""
+    return ", ".join(map(span, pieces)) or "none"
+
+
+def extent(pieces: Extent, shape: Sequence[int]) -> str:
+    """What is held of a tensor: a dim that is cut as a range and its whole size, another one as its size."""
+    parts = [
+        str(size) if piece == (0, size) else f"{span(piece)} of {size}" for piece, size in zip(pieces, shape, strict=True)
+    ]
+    return " x ".join(parts)
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that suits them."""
+    power = next((p for p in range(len(UNITS)) if count < 1024 ** (p + 1)), len(UNITS) - 1)
+    return f"{count} B" if not power else f"{count / 1024**power:.1f} {UNITS[power]}"
+
+
+def amount(held: Amount) -> str:
+    """Elements, padding where there is any, and bytes."""
+    padding = f" + {held.padding:,} of padding" if held.padding else ""
+    return f"{held.elements:,}{padding} ({size(held.bytes)})"
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks, as many as a sentence bears."""
+    if len(ranks) <= NAMED_RANKS:
+        return _and([str(rank) for rank in ranks])
+    return f"{', '.join(map(str, ranks[: NAMED_RANKS - 2]))} ... {ranks[-1]} ({len(ranks)} ranks)"
+
+
+def groups_in_words(groups: Sequence[tuple[int, ...]], what: str) -> str:
+    """``ranks 0 and 4 WHAT; so do 1 and 5``: of many groups the first ones."""
+    first, *others = groups
+    text = f"Ranks {ranks_in_words(first)} {what}"
+    named = [ranks_in_words(group) for group in others[: NAMED_GROUPS - 1]]
+    left = len(others) - len(named)
+    return text + "".join(f"; so do {ranks}" for ranks in named) + (f"; and so do {left} more such groups" if left else "") + "."
+
+
+# Who holds the same
+
+
+def _several(groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [group for group in groups if len(group) > 1]
+
+
+KINDS: dict[str, Callable[[Part], Extent]] = {
+    "parameters": lambda part: part.weight,
+    "gradients": lambda part: part.gradient,
+    "optimizer states": lambda part: part.state,
+}
+
+
+def _held(of: Callable[[Part], Extent]) -> Callable[[Holding], Hashable]:
+    return lambda holding: tuple((part.name, of(part)) for part in holding.parts)
+
+
+def sentences(config: CutConfig, holdings: Sequence[Holding]) -> list[str]:
+    """Who holds the same, and who different shards of it."""
+    if len(holdings) == 1:
+        return ["One rank holds everything."]
+    return [*_whole_shares(config, holdings), *_tied(holdings), *_kv_heads(config, holdings), *_uncut(holdings)]
+
+
+def _whole_shares(config: CutConfig, holdings: Sequence[Holding]) -> list[str]:
+    computed = alike(holdings, _held(lambda part: part.local))
+    by_groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for kind, of in KINDS.items():
+        by_groups.setdefault(tuple(alike(holdings, _held(of))), []).append(kind)
+    found, cut = [], []
+    for groups, kinds in by_groups.items():
+        if shared := _several(list(groups)):
+            found.append(groups_in_words(shared, f"hold the same {_and(kinds)}"))
+        if groups != tuple(computed):
+            cut += kinds
+    if cut:
+        which = "" if cut == list(KINDS) else " of the same parameters"
+        zero = f"hold different shards of the {_and(cut)}{which} (ZeRO {config.strategy.zero})"
+        found.append(groups_in_words(_several(computed), zero))
+    alone = [kind for groups, kinds in by_groups.items() if not _several(list(groups)) for kind in kinds]
+    if alone:
+        found.append(f"No two ranks hold the same {_and(alone)}.")
+    return found
+
+
+def _where(holding: Holding, *without: str) -> tuple[int, ...]:
+    return tuple(place for name, place in holding.coordinates if name not in without)
+
+
+def _tied(holdings: Sequence[Holding]) -> list[str]:
+    """The embedding on two stages, rows and all."""
+
+    def rows(holding: Holding) -> Hashable:
+        held = [(part.name, part.local) for part in holding.parts if part.kind == "embedding"]
+        return (*held, _where(holding, "pp")) if held else holding.rank
+
+    shared = _several(alike(holdings, rows))
+    what = "hold the same rows of the embedding, which the last stage uses as its head"
+    return [groups_in_words(shared, what)] if shared else []
+
+
+def _kv_heads(config: CutConfig, holdings: Sequence[Holding]) -> list[str]:
+    heads, tp = config.model.num_key_value_heads, config.mesh.tp_size
+    shared = _several(alike(holdings, lambda h: (h.kv_heads, _where(h, "tp"))))
+    what = f"hold the same kv heads, of which there are {heads} for tp {tp}"
+    return [groups_in_words(shared, what)] if shared else []
+
+
+def _uncut(holdings: Sequence[Holding]) -> list[str]:
+    lines = _several(alike(holdings, lambda h: _where(h, "tp")))
+    kinds = list(dict.fromkeys(part.kind for holding in holdings for part in holding.parts))
+    whole = [kind for kind in kinds if all(part.whole for holding in holdings for part in holding.parts if part.kind == kind)]
+    return [f"Whole on every rank of tp that has any: {_and(whole)}."] if lines and whole else []
+
+
+# What a coordinate decides
+
+
+def decided(holdings: Sequence[Holding], axis: str) -> list[tuple[int, list[str]]]:
+    """For every coordinate along an axis of more ranks than one, what its ranks hold because of it.
+
+    Raises: AssertionError where ranks of one coordinate differ in that.
+    """
+    found: dict[int, set[tuple[str, ...]]] = {}
+    for holding in holdings:
+        found.setdefault(holding.at(axis), set()).add(tuple(_because_of(holding, axis)))
+    assert all(len(words) == 1 for words in found.values()), f"ranks of one place in {axis} differ"
+    return [(place, list(words.pop())) for place, words in sorted(found.items())] if len(found) > 1 else []
+
+
+def _because_of(holding: Holding, axis: str) -> list[str]:
+    match axis:
+        case "dp":
+            return [f"samples {spans(holding.samples)}"]
+        case "pp":
+            return list(holding.stage)
+        case "cp":
+            return [f"positions {spans(_inside(holding))}"]
+    words = [f"heads {span(holding.heads)}", f"kv {span(holding.kv_heads)}", f"ffn columns {span(holding.columns)}"]
+    return words
+
+
+def _inside(holding: Holding) -> tuple[Range, ...]:
+    return holding.positions
+
+
+def title(config: CutConfig) -> str:
+    """The mesh in one line."""
+    ranks = config.mesh.world_size
+    return f"Mesh {' x '.join(f'{name} {n}' for name, n in config.mesh.degrees.items())}: {ranks} rank{'s' * (ranks != 1)}"
+
+
+def subtitle(config: CutConfig) -> str:
+    """The model, the switches and the types of its numbers."""
+    masters = f" with {config.master_dtype} masters" if config.master_dtype else ""
+    switches = describe_switches(config.strategy, config.mesh)
+    return f"{config.model.num_parameters:,} parameters in {config.compute_dtype}{masters}; {switches}"
