@@ -35,7 +35,7 @@ class CutConfig(Config):
         return self
 
     def _check_batch(self) -> None:
-        dp, size, samples = self.mesh.dp_size, self.batch.micro_batch_size, self.batch.samples
+        dp, size, samples = self.mesh.dp_size, self.batch.micro_batch_size, self.samples
         if samples % (dp * size):
             least = dp * size
             sizes = sorted({max(least, samples // least * least), samples // least * least + least})
@@ -46,9 +46,14 @@ class CutConfig(Config):
             )
 
     @property
+    def samples(self) -> int:
+        """Samples in the global batch."""
+        return self.batch.samples
+
+    @property
     def passes(self) -> int:
         """Microbatches of one rank in a step."""
-        return self.batch.passes // self.mesh.dp_size
+        return self.samples // (self.batch.micro_batch_size * self.mesh.dp_size)
 
     @property
     def compute_dtype(self) -> Dtype:

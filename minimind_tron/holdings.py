@@ -165,7 +165,7 @@ def _positions(model: Model, seq_len: int) -> tuple[tuple[Range, ...], tuple[Ran
 
 def _samples(config: CutConfig, dp: Axis) -> tuple[Range, ...]:
     size, nothing = config.batch.micro_batch_size, torch.empty(0, dtype=torch.int64)
-    pieces = own_pieces([Piece(nothing, nothing, i * size) for i in range(config.batch.passes)], dp)
+    pieces = own_pieces([Piece(nothing, nothing, i * size) for i in range(config.passes * dp.size)], dp)
     return _runs(number for piece in pieces for number in range(piece.first, piece.first + size))
 
 

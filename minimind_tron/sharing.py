@@ -39,9 +39,7 @@ def spans(pieces: Iterable[Range]) -> str:
 
 def extent(pieces: Extent, shape: Sequence[int]) -> str:
     """What is held of a tensor: a dim that is cut as a range and its whole size, another one as its size."""
-    parts = [
-        str(size) if piece == (0, size) else f"{span(piece)} of {size}" for piece, size in zip(pieces, shape, strict=True)
-    ]
+    parts = [str(size) if piece == (0, size) else f"{span(piece)} of {size}" for piece, size in zip(pieces, shape, strict=True)]
     return " x ".join(parts)
 
 
@@ -156,32 +154,32 @@ def _uncut(holdings: Sequence[Holding]) -> list[str]:
 # What a coordinate decides
 
 
-def decided(holdings: Sequence[Holding], axis: str) -> list[tuple[int, list[str]]]:
-    """For every coordinate along an axis of more ranks than one, what its ranks hold because of it.
+def facts(holding: Holding) -> dict[str, str]:
+    """What a rank computes with, by what it is a part of; without what it has no part of."""
+    found = {
+        "samples": spans(holding.samples),
+        "model": ", ".join(holding.stage),
+        "positions": spans(holding.positions),
+        "positions outside of attention and feed-forward": spans(holding.outside),
+        "heads": span(holding.heads),
+        "kv heads": span(holding.kv_heads),
+        "ffn columns": span(holding.columns),
+    }
+    return found if holding.vocab is None else {**found, "vocab rows": span(holding.vocab)}
 
-    Raises: AssertionError where ranks of one coordinate differ in that.
-    """
-    found: dict[int, set[tuple[str, ...]]] = {}
+
+def decided(holdings: Sequence[Holding], axis: str) -> list[tuple[int, dict[str, str]]]:
+    """For every coordinate along an axis, the facts that it decides alone: its ranks agree on them, and not all ranks do."""
+    by_place: dict[int, list[dict[str, str]]] = {}
     for holding in holdings:
-        found.setdefault(holding.at(axis), set()).add(tuple(_because_of(holding, axis)))
-    assert all(len(words) == 1 for words in found.values()), f"ranks of one place in {axis} differ"
-    return [(place, list(words.pop())) for place, words in sorted(found.items())] if len(found) > 1 else []
+        by_place.setdefault(holding.at(axis), []).append(facts(holding))
+    names = list(dict.fromkeys(name for ranks in by_place.values() for each in ranks for name in each))
 
+    def agreed(name: str) -> list[set[str]]:
+        return [{each[name] for each in ranks if name in each} for ranks in by_place.values()]
 
-def _because_of(holding: Holding, axis: str) -> list[str]:
-    match axis:
-        case "dp":
-            return [f"samples {spans(holding.samples)}"]
-        case "pp":
-            return list(holding.stage)
-        case "cp":
-            return [f"positions {spans(_inside(holding))}"]
-    words = [f"heads {span(holding.heads)}", f"kv {span(holding.kv_heads)}", f"ffn columns {span(holding.columns)}"]
-    return words
-
-
-def _inside(holding: Holding) -> tuple[Range, ...]:
-    return holding.positions
+    alone = [n for n in names if all(len(values) <= 1 for values in agreed(n)) and len(set.union(*agreed(n))) > 1]
+    return [(place, {n: each[n] for n in alone for each in ranks if n in each}) for place, ranks in sorted(by_place.items())]
 
 
 def title(config: CutConfig) -> str:
@@ -193,5 +191,5 @@ def title(config: CutConfig) -> str:
 def subtitle(config: CutConfig) -> str:
     """The model, the switches and the types of its numbers."""
     masters = f" with {config.master_dtype} masters" if config.master_dtype else ""
-    switches = describe_switches(config.strategy, config.mesh)
+    switches = describe_switches(config.mesh, config.strategy)
     return f"{config.model.num_parameters:,} parameters in {config.compute_dtype}{masters}; {switches}"

@@ -92,6 +92,13 @@ class MeshCommandConfig(CutConfig):
     html: Path | None = None
     """Where the mesh goes as a page of its own, with every rank in full."""
 
+    @property
+    def samples(self) -> int:
+        """Samples in the global batch: a microbatch on every rank of dp, where no number is given."""
+        batch = self.batch
+        given = batch.global_batch_size or batch.num_microbatches
+        return batch.samples if given else batch.micro_batch_size * self.mesh.dp_size
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._at_least(0, "rank")
