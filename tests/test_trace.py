@@ -1,6 +1,7 @@
 """Traces: one clock, every action and collective once, and what replaying CPU times says."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from minimind_tron.optim import build_adamw
 from minimind_tron.parallel.pipeline import Timed
 from minimind_tron.parallel.schedules import Schedule, build
 from minimind_tron.step import schedule_of, train_step
-from minimind_tron.topology import MeshConfig, PipelineConfig
+from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.trace import Analysis, RankTrace, Recording, analyse, chrome, panels, traced
 from tests.meshes import mesh_of, random_batch, tiny
 
@@ -113,9 +114,10 @@ def test_three_panels_with_every_action() -> None:
 
 
 def trace_a_step(path: Path, degrees: MeshConfig, name: str, microbatches: int) -> tuple[Schedule, Any]:
-    model = Model(tiny(num_hidden_layers=4), mesh_of(degrees), pipeline=PipelineConfig(pp_schedule=name))
+    strategy = StrategyConfig(zero=3 if degrees.dp_size > 1 else 0)
+    model = Model(tiny(num_hidden_layers=4), mesh_of(degrees), strategy, PipelineConfig(pp_schedule=name))
     initialise(model, 1)
-    batch, adamw = random_batch(microbatches, 8, 37), build_adamw(model, OptimizerConfig())
+    batch, adamw = random_batch(microbatches * degrees.dp_size, 8, 37), build_adamw(model, OptimizerConfig())
     schedule = schedule_of(model, microbatches)
     _, bubbles = traced(path, schedule, model.mesh, lambda timed: train_step(model, adamw, batch, 1, 1.0, timed=timed))
     return schedule, bubbles
@@ -136,6 +138,20 @@ def test_a_real_step(pool, tmp_path: Path, pp: int, tp: int, name: str) -> None:
     if tp > 1:
         inside = [e for e in written["traceEvents"] if e["name"] == "all_reduce tp" and e["args"]["action"]]
         assert {e["args"]["action"].split()[0] for e in inside} == {"F", "B"}
+
+
+def test_a_real_step_over_dp_shows_what_zero_sends(pool, tmp_path: Path) -> None:
+    results = pool(4).run(trace_a_step, tmp_path / "a.json", MeshConfig(pp_size=2, dp_size=2), "zb-h1", 3)
+    written = json.loads((tmp_path / "a.json").read_text())
+    check_events(written, results[0][0], ranks_a_stage=2)
+    found = Counter((e["name"], e["args"]["action"][:1]) for e in written["traceEvents"] if e["name"].endswith(" dp"))
+    # Two blocks and an end on each of two stages, three microbatches, two ranks a stage; gathers under F and I, sums under W.
+    each = 3 * 2 * 3 * 2
+    assert {name: found[name] for name in found if name[1]} == {
+        ("all_gather dp", "F"): each,
+        ("all_gather dp", "I"): each,
+        ("reduce_scatter dp", "W"): each,
+    }
 
 
 def test_a_step_without_a_label_leaves_nothing_to_write(tmp_path: Path) -> None:
