@@ -1,23 +1,33 @@
 """minimind-tron mesh: the drawing of a mesh in a terminal, one rank in full, and what is refused."""
 
+import dataclasses
 import html.parser
+import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from minimind_tron.commands import mesh as command
 from minimind_tron.config import BatchConfig, ModelConfig
 from minimind_tron.errors import TronError
 from minimind_tron.holdings import holdings_of
-from minimind_tron.mesh import groups_in_order
+from minimind_tron.layout import layout_of
+from minimind_tron.mesh import Mesh, build_mesh, groups_in_order, view_mesh
+from minimind_tron.mesh_page import page
 from minimind_tron.mesh_text import draw, draw_rank
+from minimind_tron.model import build_model
 from minimind_tron.sharing import decided
 from minimind_tron.topology import MeshConfig, PipelineConfig, StrategyConfig
 from minimind_tron.view_config import MeshCommandConfig
+from tests.proving import Pools
 
 SMALL = ModelConfig(vocab_size=61, hidden_size=64, num_hidden_layers=4, num_key_value_heads=1)
 
@@ -192,3 +202,83 @@ def test_a_refusal_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "use --tp-size 2 or 1 False\n"
+
+
+# Held against real ranks
+
+
+def made_for_real(config: MeshCommandConfig) -> tuple[list[tuple[int, ...]], Mesh, dict[str, tuple[Any, int]]]:
+    """The groups that a rank really makes, its mesh, and its parameters: their regions, and the elements of their masters."""
+    made: list[tuple[int, ...]] = []
+    right = dist.new_group
+
+    def record(ranks: list[int], **others: Any) -> Any:
+        made.append(tuple(ranks))
+        return right(ranks, **others)
+
+    with mock.patch.object(dist, "new_group", record):
+        mesh = build_mesh(config.mesh, dist.get_rank(), dist.get_world_size())
+    model = build_model(config, mesh, torch.device("cpu"))
+    kept = {}
+    for name, each in model.masters.kept.items():
+        region = tuple((part.start, part.stop) for part in layout_of(each.weight).region)
+        kept[name] = (region, each.master.shape.numel())
+    # Groups are compared by what they are, and do not travel.
+    return (
+        made,
+        dataclasses.replace(mesh, **{axis: dataclasses.replace(getattr(mesh, axis), group=None, sharers={}) for axis in ALL}),
+        kept,
+    )
+
+
+ALL = ("dp", "pp", "cp", "tp", "data", "ends")
+REAL: dict[str, dict[str, Any]] = {
+    "tp 4": {"tp": 4},
+    "dp 2 x tp 2": {"dp": 2, "tp": 2, "strategy": {"zero": 3, "vocab_parallel": True, "sequence_parallel": True}},
+    "dp 2 x pp 2": {"dp": 2, "pp": 2, "strategy": {"zero": 1}},
+    "dp 2 x cp 2": {"dp": 2, "cp": 2, "strategy": {"zero": 2}},
+    "pp 4": {"pp": 4},
+}
+
+
+@pytest.mark.parametrize("row", REAL.values(), ids=REAL.keys())
+def test_what_is_drawn_is_what_ranks_make_and_hold(pool: Pools, row: dict[str, Any]) -> None:
+    config = config_of(**row)
+    groups, expected = groups_in_order(config.mesh), holdings_of(config)
+    for rank, (made, mesh, kept) in enumerate(pool(config.mesh.world_size).run(made_for_real, config)):
+        assert made == [line for _, line in groups], "every group, in this order"
+        assert mesh == view_mesh(config.mesh, rank)
+        parts = {part.name: part for part in expected[rank].parts}
+        assert parts.keys() == kept.keys()
+        assert all(parts[name].local == region for name, (region, _) in kept.items())
+        states = expected[rank].states
+        assert states.elements + states.padding == 2 * sum(numbers for _, numbers in kept.values())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_element_is_held_as_often_as_there_are_copies(zero: int) -> None:
+    config = config_of({"zero": zero, "vocab_parallel": True}, dp=2, cp=2, tp=2)
+    whole = {name: weight.numel() for name, weight in build_model(config_of(), Mesh(), torch.device("meta")).named_parameters()}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("local", "weight", "gradient", "state")}
+    for holding in holdings_of(config):
+        for part in holding.parts:
+            for kind, count in counts.items():
+                count[part.name] += math.prod(end - begin for begin, end in getattr(part, kind))
+    cut = {"weight": zero == 3, "gradient": zero >= 2, "state": zero >= 1}
+    for name, numbers in whole.items():
+        copies = counts["local"][name] // numbers
+        assert copies in (4, 8)
+        assert counts["local"][name] == copies * numbers
+        for kind, is_cut in cut.items():
+            assert counts[kind][name] == copies * numbers // (4 if is_cut else 1), f"{kind} of {name}"
+    assert sorted({holding.samples for holding in holdings_of(config)}) == [((0, 2),), ((2, 4),)]
+
+
+def test_the_page_has_every_rank_and_group_and_fetches_nothing() -> None:
+    config = config_of({"zero": 3}, dp=2, pp=2, tp=2)
+    text = page(config, holdings_of(config), [*groups_in_order(config.mesh), ("<script>", (0, 1))])
+    assert all(f"<summary>rank {rank}: " in text for rank in range(8))
+    assert text.count("<li>dp: ") == text.count("<li>pp: ") == text.count("<li>tp: ") == 4
+    assert "<script>" not in text
+    assert "&lt;script&gt;: 0, 1" in text
+    assert not re.search(r"https?:|src=|@import|href=", text)

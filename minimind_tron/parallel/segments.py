@@ -153,6 +153,7 @@ def kept(compute: Callable[[], T]) -> T:
     if _results is None:
         return compute()
     if not _fills:
+        assert _results, "the second forward asks for more results than the first one kept"
         return _results.pop(0)
     result = compute()
     _results.append(result)
