@@ -133,14 +133,14 @@ def _tied(holdings: Sequence[Holding]) -> list[str]:
         return (*held, _where(holding, "pp")) if held else holding.rank
 
     shared = _several(alike(holdings, rows))
-    what = "hold the same rows of the embedding, which the last stage uses as its head"
+    what = "compute with the same rows of the embedding, which the last stage uses as its head"
     return [groups_in_words(shared, what)] if shared else []
 
 
 def _kv_heads(config: CutConfig, holdings: Sequence[Holding]) -> list[str]:
     heads, tp = config.model.num_key_value_heads, config.mesh.tp_size
     shared = _several(alike(holdings, lambda h: (h.kv_heads, _where(h, "tp"))))
-    what = f"hold the same kv heads, of which there are {heads} for tp {tp}"
+    what = f"compute with the same kv heads, of which there are {heads} for tp {tp}"
     return [groups_in_words(shared, what)] if shared else []
 
 
